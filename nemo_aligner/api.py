@@ -77,18 +77,13 @@ def _texts(given: Sequence[str]) -> Sequence[str]:
 
 
 class Job:
-    """A job of the command line, such as `nemo-aligner train dpo`.
+    """A job of the command line, such as `nemo-aligner train dpo`; `cfg` is its complete
+    configuration. `ConfigError`: a text in the place of a section, and the like.
 
     Args:
         job: function of `nemo_aligner.jobs`.
-        settings: dotted keys of its configuration with their values; the others have their
-            defaults (`nemo-aligner config dpo` prints all of them).
-
-    Attributes:
-        cfg: its configuration, complete.
-
-    Raises:
-        ConfigError: a text in the place of a section, and the like.
+        settings: dotted keys with their values; the others have their defaults (`nemo-aligner
+            config dpo` prints all of them).
     """
 
     def __init__(self, job: Any, settings: Mapping[str, Any] | None = None):
@@ -98,11 +93,8 @@ class Job:
         self.cfg: DictConfig = complete_config(given, job.config_name)
 
     def check(self) -> list[str]:
-        """Check the configuration and the files that it names, as `run` does first; returns what
-        a user should know of it.
-
-        Raises:
-            UserError: with the key, the value and the remedy.
+        """Check the configuration and the files that it names, as `run` does first; returns what a
+        user should know of it. `UserError`: with the key, the value and the remedy.
         """
         notes = check_job(self.cfg, self._job.config_name)
         self._job.check(self.cfg)
@@ -111,11 +103,8 @@ class Job:
     def run(self) -> None:
         """Run the job to its end, from its last checkpoint if it has one. A server serves until
         the process is stopped. With several devices the script is started once for each, as by
-        Lightning: keep what it does behind `if __name__ == "__main__":`.
-
-        Raises:
-            UserError: what the command would end with.
-            JobStopped: after a save, at the time limit or a signal.
+        Lightning: keep what it does behind `if __name__ == "__main__":`. `UserError`: what the
+        command would end with. `JobStopped`: after a save, at the time limit or a signal.
         """
         with stop_requests.watching(end_at_once):
             try:
@@ -138,11 +127,8 @@ TeacherServer = partial(Job, servers.serve_teacher)
 
 
 class Policy:
-    """A policy to generate with, to score with and to train; every rank makes the same calls.
-
-    Attributes:
-        model: a `GPTSFTModel`.
-        tokenizer: its tokenizer.
+    """A policy to generate with, to score with and to train: `model`, a `GPTSFTModel`, with its
+    `tokenizer`; every rank makes the same calls.
     """
 
     def __init__(self, model: GPTSFTModel):
@@ -151,15 +137,13 @@ class Policy:
     @classmethod
     def load(cls, path: str | Path, settings: Mapping[str, Any] | None = None) -> "Policy":
         """The policy in a `.nemo`, a Hugging Face folder or the newest checkpoint of a job.
+        `UserError`: the path does not exist, or holds no policy. `ConfigError`: a setting that
+        cannot work.
 
         Args:
-            settings: keys of `trainer` and `model`, as of a job of supervised fine-tuning, that
-                are not as in the checkpoint: `{"model.micro_batch_size": 4,
-                "model.optim.lr": 1e-6, "model.peft.peft_scheme": "lora", "trainer.devices": 2}`.
-
-        Raises:
-            UserError: the path does not exist, or holds no policy.
-            ConfigError: a setting that cannot work.
+            settings: keys of `trainer` and `model`, as of supervised fine-tuning, that are not as
+                in the checkpoint: `{"model.micro_batch_size": 4, "model.optim.lr": 1e-6,
+                "model.peft.peft_scheme": "lora", "trainer.devices": 2}`.
         """
         source = newest_weights(path, "path")
         refuse_heads(source)
@@ -197,17 +181,14 @@ class Policy:
         repetition_penalty: float = 1.0,
         end_strings: Sequence[str] = (),
     ) -> list[str]:
-        """A response to each prompt.
+        """A response to each prompt. `UserError`: a prompt leaves no room for a response.
+        `ConfigError`: a value that cannot work.
 
         Args:
             max_length, min_length: tokens of a response; a long prompt leaves room for fewer.
             use_greedy: take the likeliest token; None: unless one of the next three is given.
             temperature, top_k, top_p, repetition_penalty, end_strings: as `sampling_params` of
                 jobs.
-
-        Raises:
-            UserError: a prompt leaves no room for a response.
-            ConfigError: a value that cannot work.
         """
         if not _texts(prompts):
             return []
@@ -241,10 +222,8 @@ class Policy:
         self, prompts: Sequence[str], responses: Sequence[str]
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Samples as columns for a loss: `tokens` int64 `[B, S]`, padded with eos, and int64 `[B]`
-        each: where the response begins, and where it ends.
-
-        Raises:
-            UserError: a prompt or response without a token, or a sample that is too long.
+        each: where the response begins, and where it ends. `UserError`: a prompt or response
+        without a token, or a sample that is too long.
         """
         if not len(_texts(prompts)) == len(_texts(responses)) > 0:
             raise UserError(
@@ -275,22 +254,18 @@ class Policy:
         clip: float | None = 1.0,
         **options: Any,
     ) -> dict[str, float]:
-        """One optimizer update by `loss` of a global batch.
+        """One optimizer update by `loss` of a global batch. Returns the metrics of the loss, `lr`
+        and, with clipping, `grad_norm`. `NonFiniteError`: the loss or the gradient is NaN or
+        infinite; no weight has changed. `UserError`: a clip that is not positive, columns of
+        unequal length.
 
         Args:
             loss, columns, options: as for `LogProbsMixin.compute_loss`: `loss` is your own
                 function of the tensors that its parameters name, or one of `na.losses` that takes
                 `logprobs` and `weights` of tokens (`sft_loss`, `reinforce_loss`; `ppo_actor_loss`
-                with `functools.partial` for its settings); `columns` are this data-parallel
-                rank's share.
+                with `functools.partial` for its settings); `columns` are this data-parallel rank's
+                share.
             clip: largest norm of the gradient; None: no clipping.
-
-        Returns:
-            The metrics of the loss, `lr` and, with clipping, `grad_norm`.
-
-        Raises:
-            NonFiniteError: the loss or the gradient is NaN or infinite; no weight has changed.
-            UserError: a clip that is not positive, columns of unequal length.
         """
         if clip is not None and not clip > 0:
             raise ConfigError(f"clip={clip!r}: give a norm above 0, or None for no clipping.")
@@ -320,10 +295,8 @@ class Policy:
 
     def save_hf(self, folder: str | Path, overwrite: bool = False) -> None:
         """Write a Hugging Face folder, with `overwrite` in the place of one; adapters are merged
-        into their base.
-
-        Raises:
-            UserError: on all ranks, if it exists or Hugging Face cannot express the model.
+        into their base. `UserError`: on all ranks, if it exists or Hugging Face cannot express the
+        model.
         """
         options = Options(overwrite=overwrite)
         target = on_rank_zero(lambda: check_target(Path(), Path(folder), options))

@@ -1,9 +1,8 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Whether jobs can run on this machine, and what to do where not: `nemo-aligner doctor`.
-
-`packages.py` looks at Python and its packages, `machine.py` at everything else. It must run where
-packages are missing: nothing beyond Python's own library is imported without a safeguard.
+"""Whether jobs can run on this machine, and what to do where not: `nemo-aligner doctor`. It must
+run where packages are missing: nothing beyond Python's own library is imported without a
+safeguard.
 """
 
 from collections.abc import Sequence
@@ -14,8 +13,6 @@ OK, WARNING, MISSING = "ok", "warning", "missing"
 
 @dataclass(frozen=True)
 class Finding:
-    """Of one thing."""
-
     status: str  # `ok`; `warning`: jobs run, but slower or not all of them; `missing`: they do not
     subject: str  # the thing
     text: str  # what is there

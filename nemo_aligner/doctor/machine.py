@@ -94,7 +94,7 @@ def disk(subject: str, folder: Path, remedy: str) -> Finding:
 
 
 def space(path: Path) -> tuple[int, int]:
-    """Bytes of the file system of `path`, and those that this user can still write."""
+    """Bytes of the file system, and those that this user can still write."""
     found = os.statvfs(path)
     return found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
 

@@ -20,8 +20,7 @@ from nemo_aligner.servers.triton_environment import check_libpython
 
 PYTHONS = ((3, 10), (3, 13))  # the first, and the first that is too new; as in setup.py
 GLIBC = (2, 35)  # of the wheels of PyTriton 0.7
-# Packages with a line of their own, by the module that is imported. In this order: the later ones
-# import the earlier ones.
+# Packages with a line of their own, by the imported module; later ones import earlier ones.
 IMPORTED = {
     "numpy": "numpy",
     "torch": "torch",
@@ -76,8 +75,8 @@ def c_library(system: str, machine: str, libc: tuple[str, str]) -> Finding:
 
 
 def unsupported() -> dict[str, str]:
-    """`start_up.unsupported`, by the names of the packages: "numpy" -> "numpy<3 (installed: 3.1)".
-    Without `packaging` nothing but that is known.
+    """`start_up.unsupported` by package: "numpy" -> "numpy<3 (installed: 3.1)". Without
+    `packaging` nothing but that is known.
     """
     try:
         found = start_up.unsupported()
@@ -126,7 +125,6 @@ def others(wrong: dict[str, str]) -> Iterator[Finding]:
 
 
 def gpu_names(torch: ModuleType) -> list[str]:
-    """Of all devices that torch can use."""
     try:
         if not torch.cuda.is_available():
             return []
@@ -156,7 +154,6 @@ BROKEN_ENGINE = (
 
 
 def transformer_engine(gpu: bool) -> Finding:
-    """Whether jobs on GPUs have its layers."""
     subject, remedy = "Transformer Engine", "pip install --no-build-isolation '.[gpu]'"
     if not gpu:
         return Finding(OK, subject, "not needed without a GPU")

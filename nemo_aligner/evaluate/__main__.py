@@ -235,7 +235,6 @@ def responses_of_policy(
     source: str, cfg: DictConfig, trainer: "Trainer", args: argparse.Namespace, out: Path
 ) -> list[Response]:
     """Have a policy respond to a file of prompts; all ranks call it, and all get the responses.
-
     Rank 0 also writes them to `out`. The memory of the policy is free again afterwards.
     """
     from nemo_aligner.generate.batch import respond

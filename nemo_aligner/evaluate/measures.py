@@ -22,8 +22,6 @@ from nemo_aligner.generate.responses import Response
 
 @dataclass(frozen=True)
 class Scored:
-    """The responses of one policy with their rewards."""
-
     name: str  # of the policy or the file, for the reader
     responses: Sequence[Response]
     rewards: Sequence[float]
@@ -32,15 +30,13 @@ class Scored:
 @dataclass(frozen=True)
 class Number:
     value: float  # of all samples
-    # lower and upper end of the bootstrap interval; None for a number without one
-    interval: tuple[float, float] | None = None
+    interval: tuple[float, float] | None = None  # ends of the bootstrap interval, if it has one
 
 
 @dataclass(frozen=True)
 class Results:
     policies: dict[str, dict[str, Number]]  # by name, the numbers of each policy by their names
-    # of the first policy with the second, by name; empty with one policy
-    comparison: dict[str, Number]
+    comparison: dict[str, Number]  # of the first policy with the second, by name; may be empty
 
 
 def check_pairs(
@@ -67,10 +63,8 @@ def _shown(text: str, width: int = 80) -> str:
 
 
 def measure(sides: Sequence[Scored], resamples: int, confidence: float, seed: int) -> Results:
-    """The numbers of one policy or of two, which have responses to the same prompts.
-
-    Args:
-        resamples, confidence, seed: how intervals are made: `bootstrap` of `conf/evaluate.yaml`.
+    """The numbers of one policy or of two, which have responses to the same prompts; `resamples`,
+    `confidence` and `seed` as `bootstrap` of `conf/evaluate.yaml`.
     """
     groups = prompt_numbers(sides[0].responses)
     weights = resample(groups, resamples, seed)

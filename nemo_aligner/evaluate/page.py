@@ -10,7 +10,6 @@ from nemo_aligner.report.charts import chart_svg, format_number
 from nemo_aligner.report.elements import document, folded, table
 from nemo_aligner.report.reading import Curve
 
-# Names of the numbers for the reader, in the order of the table.
 TITLES = {
     "prompts": "prompts",
     "responses": "responses",

@@ -23,13 +23,9 @@ def function_rewards(
     reward: str, sides: Sequence[Sequence[Response]], options: DictConfig, check: bool = False
 ) -> list[list[float]]:
     """The rewards that a function gives to each policy's responses, computed in worker processes;
-    one rank calls it. Where a file of responses has no lengths, the length is 0.
-
-    Args:
-        check: only see whether the function loads and gets the columns that it asks for.
-
-    Raises:
-        UserError: it does not, or it failed on a sample and there is no fallback.
+    one rank calls it. Where a file of responses has no lengths, the length is 0. `check`: only see
+    whether the function loads and gets its columns. `UserError`: it does not, or it failed on a
+    sample and there is no fallback.
     """
     from nemo_aligner.data.nlp.columns import columns_asked
     from nemo_aligner.servers.reward_function import RewardFunction
@@ -46,11 +42,9 @@ def function_rewards(
 
 
 def reward_model_settings(reward: str, cfg: DictConfig) -> DictConfig:
-    """A reward model's configuration: `reward_model` of `conf/evaluate.yaml` over
-    `conf/inference_rm.yaml`, with the policies' split and precision unless it says otherwise.
-
-    Raises:
-        UserError: an unknown key, or no reward model there.
+    """`reward_model` of `conf/evaluate.yaml` over `conf/inference_rm.yaml`, with the policies'
+    split and precision unless it says otherwise. `UserError`: an unknown key, or no reward model
+    there.
     """
     from nemo_aligner.config.checks import check_config
     from nemo_aligner.config.defaults import complete_config
@@ -77,10 +71,7 @@ def model_rewards(
     rm_cfg: DictConfig, trainer: "Trainer | None", sides: Sequence[Sequence[Response]]
 ) -> list[list[float]]:
     """The rewards that a reward model gives to the responses of each policy; all ranks call it,
-    and rank 0 gets them.
-
-    Raises:
-        UserError: it is no reward model, or a sample is longer than it reads.
+    and rank 0 gets them. `UserError`: it is no reward model, or a sample is longer than it reads.
     """
     from nemo_aligner.checkpoint.sources import open_source
     from nemo_aligner.config.defaults import complete_model
@@ -132,10 +123,8 @@ def model_rewards(
 
 
 def tokens_of(response: Response, tokenizer: Any) -> list[int]:
-    """The tokens of a sample for a reward model with `tokenizer`.
-
-    Those that the policy read and wrote if its tokenizer is the same, as in training; else those
-    of the texts, with the end token unless the response was cut off.
+    """The tokens of a sample: those that the policy read and wrote if its tokenizer is the same,
+    else those of the texts, with the end token unless the response was cut off.
     """
     has_tokens = response.prompt_tokens is not None and response.response_tokens is not None
     if has_tokens and response.tokenizer == tokenizer_fingerprint(tokenizer):

@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Text from a trained policy, in the terminal or to a file: `nemo-aligner generate`.
 
-`settings.py` composes the configuration, `policy.py` loads the policy and says which texts are
-messages, `batch.py` writes responses to a file of prompts, `responses.py` is that file's form,
-`terminal.py` is the conversation in the terminal.
+`settings.py` composes the configuration, `policy.py` loads the policy, `batch.py` responds to a
+file of prompts, `responses.py` is that file's form, `terminal.py` is the conversation.
 """

@@ -1,9 +1,8 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Responses of a policy to a file of prompts, on all ranks of the job.
-
-A sample's random stream depends on the seed, the line of its prompt and the number of the response
-alone, so the responses are the same for any split, number of ranks and micro-batch.
+"""Responses of a policy to a file of prompts, on all ranks of the job. A sample's random stream
+depends on the seed, the line of its prompt and the number of the response alone, so the responses
+are the same for any split, number of ranks and micro-batch.
 """
 
 import dataclasses
@@ -28,8 +27,6 @@ from nemo_aligner.parallel import parallel_state
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """A response that is to be generated."""
-
     place: int  # in the output
     prompt: int  # number of its prompt
     tokens: list[int]  # of its prompt
@@ -40,10 +37,8 @@ def respond(
     policy: Policy, prompts: Sequence[Record], form: ChatForm, source: str
 ) -> list[Response]:
     """The responses of `policy` to `prompts`, in their order; all ranks call it, with the same
-    prompts, and all get the responses.
-
-    Raises:
-        UserError: a prompt without tokens, or one that leaves no room for a response.
+    prompts, and all get the responses. `UserError`: a prompt without tokens, or one that leaves no
+    room for a response.
     """
     records = [form.record(prompt, policy.encoder.form) for prompt in prompts]
     tokens = tokenize(policy, records, source)
@@ -66,11 +61,8 @@ def respond(
 def generate_samples(
     policy: Policy, prompts: Sequence[str], samples: Sequence[Sample]
 ) -> list[Response]:
-    """The responses of `samples`, by their places; all ranks call it, with the same samples, and
-    all get the responses.
-
-    Args:
-        prompts: their texts, by number.
+    """The responses of `samples`, by their places, with the texts of `prompts` by number; all
+    ranks call it, with the same samples, and all get the responses.
     """
     own = _generate(policy, prompts, deal(samples, policy.micro_batch_size))
     is_source = parallel_state.get_model_parallel_src_rank() == parallel_state.get_rank()
@@ -80,11 +72,7 @@ def generate_samples(
 
 
 def tokenize(policy: Policy, prompts: Sequence[Record], source: str) -> list[list[int]]:
-    """The tokens of each prompt.
-
-    Raises:
-        UserError: a prompt without tokens, or one that leaves no room for a response.
-    """
+    """`UserError`: a prompt without tokens, or one that leaves no room for a response."""
     tokens = []
     for number, prompt in enumerate(prompts, start=1):
         try:
@@ -114,10 +102,8 @@ def tokenize(policy: Policy, prompts: Sequence[Record], source: str) -> list[lis
 
 
 def samples_of(tokens: Sequence[list[int]], seed: int, responses_per_prompt: int) -> list[Sample]:
-    """The samples to generate, in the order of the output.
-
-    Seeds are those that a rollout at step 0 gives (`algorithms.rollouts.repeat_prompts`): asking
-    for more responses leaves the first ones what they were.
+    """The samples to generate, in the order of the output. Seeds are those of a rollout at step 0
+    (`algorithms.rollouts.repeat_prompts`): more responses leave the first ones what they were.
     """
     first = sample_seeds(seed, 0, torch.arange(len(tokens)))
     seeds = [first] + [sample_seeds(seed, n, first) for n in range(1, responses_per_prompt)]
@@ -129,11 +115,9 @@ def samples_of(tokens: Sequence[list[int]], seed: int, responses_per_prompt: int
 
 
 def deal(samples: Sequence[Sample], micro_batch_size: int) -> list[list[Sample]]:
-    """This data-parallel rank's micro-batches.
-
-    Prompts of similar length share one. Every rank gets as many micro-batches, the last ones
-    perhaps with samples that others have too, so that no rank has none: ranks that hold each
-    other's experts must generate together.
+    """This data-parallel rank's micro-batches, of prompts of similar length. Every rank gets as
+    many, the last ones perhaps with samples that others have too: ranks that hold each other's
+    experts must generate together.
     """
     ordered = sorted(samples, key=lambda sample: (len(sample.tokens), sample.place))
     batches = [

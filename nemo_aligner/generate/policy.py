@@ -49,10 +49,8 @@ class Policy:
     generator: MegatronGenerator
     params: GenerationParams  # how it generates; with log-probs
     add_bos: bool  # plain prompts begin with the bos token
-    # from prompts to tokens, in the form of `model.data` if they are conversations
-    encoder: RecordEncoder
-    # responses_per_prompt, micro_batch_size, seed: as in `conf/generate.yaml`
-    responses_per_prompt: int
+    encoder: RecordEncoder  # to tokens, conversations in the form of `model.data`
+    responses_per_prompt: int  # this and the next two as in `conf/generate.yaml`
     micro_batch_size: int
     seed: int
     group: ControlGroup  # joins all ranks of the job
@@ -63,13 +61,8 @@ class Policy:
 
 
 def load_policy(cfg: DictConfig, trainer: Trainer | None) -> Policy:
-    """The policy that a configuration of `conf/generate.yaml` names; every rank calls it.
-
-    Args:
-        cfg: checked (`config.checks.check_config`).
-
-    Raises:
-        UserError: no policy can be loaded from there, or it does not fit the settings.
+    """The policy that a checked configuration of `conf/generate.yaml` names; every rank calls it.
+    `UserError`: no policy can be loaded from there, or it does not fit the settings.
     """
     cfg = cfg.copy()
     source = newest_weights(cfg.pretrained_checkpoint.restore_from_path, RESTORE_KEY)
@@ -111,9 +104,7 @@ def load_policy(cfg: DictConfig, trainer: Trainer | None) -> Policy:
 
 def newest_weights(path: str | Path, key: str) -> Source:
     """The value `path` of `key`, or the newest complete checkpoint in this folder of a job.
-
-    Raises:
-        UserError: the path does not exist or does not load.
+    `UserError`: the path does not exist or does not load.
     """
     path = Path(path).expanduser()
     if path.is_dir() and not (path / CONFIG_FILE).is_file():
@@ -167,9 +158,8 @@ def free(policy: Policy) -> None:
 class ChatForm:
     """Whether a text is a user's message in the form of conversations (`data/nlp/chat.py`)."""
 
-    # True: yes; False: a text is continued as it is; None: yes if there is a form
-    chat: bool | None
-    system: str | None = None  # system message, or None
+    chat: bool | None  # False: a text is continued as it is; None: True if there is a form
+    system: str | None = None
 
     def resolve(self, form: ConversationForm | None) -> bool:
         """Whether texts are written in `form`; `UserError`: it is asked for, and there is none."""
@@ -192,7 +182,6 @@ class ChatForm:
         return prompt
 
     def opening(self) -> list[Message]:
-        """The messages that a conversation starts with."""
         return [] if self.system is None else [{"role": "system", "content": self.system}]
 
 

@@ -50,9 +50,7 @@ class Response:
 
 def read_prompts(path: str | Path) -> "Sequence[Record]":
     """The prompts of a file, as PPO reads them: texts and conversations (docs/data.md).
-
-    Raises:
-        UserError: no such file, no line, or a line without a prompt.
+    `UserError`: no such file, no line, or a line without a prompt.
     """
     from nemo_aligner.data.nlp.chat_records import holds_conversation, prompt_messages
     from nemo_aligner.data.nlp.records import Records, check_text
@@ -67,11 +65,7 @@ def read_prompts(path: str | Path) -> "Sequence[Record]":
 
 
 def read_responses(path: str | Path) -> list[Response]:
-    """The lines of a file of responses.
-
-    Raises:
-        UserError: no such file, no line, or a line that is no response.
-    """
+    """`UserError`: no such file, no line, or a line that is no response."""
     from nemo_aligner.data.nlp.records import Records
 
     kinds: dict[str, type | tuple[type, ...]] = {
@@ -121,10 +115,7 @@ def check_writable(path: str | Path) -> None:
 @contextlib.contextmanager
 def replaced(path: str | Path) -> Iterator[TextIO]:
     """A file to write, which takes the place of `path` when it is complete; after an error `path`
-    is as before.
-
-    Raises:
-        UserError: it cannot be written.
+    is as before. `UserError`: it cannot be written.
     """
     path = Path(path)
     try:

@@ -19,9 +19,8 @@ RESTORE_KEY = "pretrained_checkpoint.restore_from_path"
 
 
 class CommandParser(argparse.ArgumentParser):
-    """A parser of options, and of words and `key=value` in any order where it `takes_words`.
-
-    A description keeps its lines, and a mistake ends the command like any other user's error.
+    """A parser of options, and of words and `key=value` in any order where it `takes_words`. A
+    mistake ends the command like any other user's error.
     """
 
     def __init__(self, takes_words: bool = True, **options: Any) -> None:
@@ -34,7 +33,7 @@ class CommandParser(argparse.ArgumentParser):
             )
 
     def error(self, message: str) -> None:  # type: ignore[override]
-        """Raise a `UserError` in place of the exit with the usage, which is long."""
+        """Raise in place of an exit with the long usage."""
         raise UserError(f"{message}; {self.prog} --help says more.")
 
     def split(self, argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str], list[str]]:
@@ -52,10 +51,8 @@ def is_setting(word: str) -> bool:
 
 
 def compose_settings(name: str, settings: list[str]) -> DictConfig:
-    """`conf/<name>.yaml` with `settings`, words of the command line, over it.
-
-    Raises:
-        UserError: a word that is no `key=value`.
+    """`conf/<name>.yaml` with `settings`, words of the command line, over it. `UserError`: a word
+    that is no `key=value`.
     """
     from hydra import compose, initialize_config_dir
     from hydra.errors import HydraException

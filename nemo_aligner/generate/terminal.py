@@ -25,10 +25,8 @@ NEW, EXIT = "/new", "/exit"
 
 def converse(policy: Policy, form: ChatForm) -> None:
     """Respond to each line of the standard input until it ends or says `/exit`; all ranks call it.
-
     With a chat template the conversation goes on from line to line, and `/new` starts another one;
-    without, each line is a prompt of its own. After a prompt that cannot be used a message says
-    why, and the conversation goes on.
+    else each line is a prompt of its own. A prompt that cannot be used gets a message.
     """
     conversation = policy.encoder.form
     chat = form.resolve(conversation)
@@ -80,11 +78,9 @@ def _read_line() -> str | None:
 
 
 def _respond(policy: Policy, asked: Record, turn: int, show: bool) -> str:
-    """Generate a response to `asked`, a text or messages, printed as it comes if `show`; all ranks
-    call it. `turn` is its number: a question may get another response later.
-
-    Raises:
-        UserError: the prompt has no tokens, or leaves no room; on all ranks.
+    """A response to `asked`, a text or messages, printed as it comes if `show`; all ranks call it.
+    `turn` is its number: a question may get another response later. `UserError`: the prompt has no
+    tokens, or leaves no room; on all ranks.
     """
     tokenizer, room = policy.tokenizer, policy.generator.max_sequence_length
     tokens = policy.encoder.prompt(asked)

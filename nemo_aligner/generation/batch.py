@@ -1,13 +1,10 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The samples of one rank while they are decoded: those that wait, and those in slots of the
-cache.
+"""The samples of one rank while they are decoded: waiting ones, and those in slots of the cache.
 
-The device keeps in place what a step reads and writes: tokens to feed, their positions, random
-numbers, log-probs. The host keeps ids and lengths, and looks every few steps at the tokens that
-were chosen (`look`); what a slot computed beyond the end of its response is dropped then. A sample
-of several turns (`interface.py`) pauses at the end of each response, until an observation extends
-it or it is finished.
+The device keeps what a step reads and writes; the host keeps ids and lengths, and looks every few
+steps at the chosen tokens (`look`): it drops what a slot computed beyond the end of its response.
+A sample of several turns (`interface.py`) pauses between its responses.
 
 Shapes: c slots, b of them in use, P prompt length, R total length (prompt and response), V
 vocabulary.
@@ -76,12 +73,11 @@ class DecodingBatch:
     """Samples that wait, and samples in the slots: the first `active` slots are in use.
 
     Attributes:
-        in_slots: the samples in the slots.
         width: positions that the samples may need.
         fed: int64 `[c]`, the token to feed next.
         positions: int64 `[c]`, where to.
-        last: int64 `[c]`, the last position of a response; there a slot is fed the same token
-            again and again, which changes nothing.
+        last: int64 `[c]`, the last position of a response, where a slot is fed the same token
+            again.
         drawn: int64 `[c]`, tokens that were drawn.
     """
 
@@ -134,8 +130,8 @@ class DecodingBatch:
         return torch.zeros(self.slots, *widths, dtype=dtype, device=self.device)
 
     def refill(self, done: list[int], admit: bool) -> Refill:
-        """Give the slots `done`, and those that were free, to waiting samples if `admit`. Where
-        none come, the last samples move into the gaps.
+        """Give the slots `done` and the free ones to waiting samples if `admit`; where none come,
+        the last samples move into the gaps.
         """
         free = done + list(range(self.active, self.slots))
         count = len(self.waiting) if admit else 0
@@ -209,7 +205,9 @@ class DecodingBatch:
         return tuple(held.ids[held.start :])
 
     def response_logprobs(self, slot: int) -> tuple[float, ...] | None:
-        """Those of the tokens of the response that has ended in `slot`, if they are computed."""
+        """Log-probs of the tokens of the response that has ended in `slot`, if they are
+        computed.
+        """
         if self.logprobs is None:
             return None
         held = self.in_slots[slot]
@@ -217,9 +215,8 @@ class DecodingBatch:
         return tuple(self.logprobs[slot, drawn - len(held.ids) + held.start : drawn].tolist())
 
     def extend(self, slot: int, observation: tuple[int, ...], longest: int) -> tuple[int, int]:
-        """Append an observation to the sample in `slot`, of at most `longest` tokens; its next
-        response begins. Returns the first position to feed before, and the one beyond the last.
-
+        """Append at most `longest` tokens of an observation to the sample in `slot`, whose next
+        response begins. Returns the first position to feed before it and the one beyond the last.
         """
         held = self.in_slots[slot]
         start = len(held.ids)
@@ -236,9 +233,7 @@ class DecodingBatch:
         return min(most + len(self._chosen), self.width)
 
     def shape(self) -> tuple[int, int]:
-        """Rows and width of the next step: on a GPU a few different ones, for each of which
-        kernels are chosen and graphs captured.
-        """
+        """Rows and width of the next step; on a GPU few different ones, as each needs a graph."""
         rows, width = self.active, self.longest()
         if self.device.type != "cpu":
             halves = self.slots
@@ -248,13 +243,12 @@ class DecodingBatch:
         return rows, width
 
     def steps(self) -> int:
-        """Number of steps until the next look."""
         left = [each.limit - len(each.ids) for each in self.in_slots if not each.pauses]
         return min(max(left), self.look_every)
 
     def choose(self, logits: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Choose the next token, int64 `[b]`, from `logits` `[b, V]`; with
-        `params.return_logprobs` also its log-prob `[b]`.
+        """The next tokens, int64 `[b]`, from `logits` `[b, V]`, and their log-probs `[b]`, if
+        asked for.
         """
         params, b = self.params, len(logits)
         drawn, uniforms = self.drawn[:b], None
@@ -299,10 +293,8 @@ class DecodingBatch:
         return self._chosen[-1]
 
     def look(self) -> list[tuple[int, bool]]:
-        """Take the tokens that were chosen since the last look, for which it waits. Returns the
-        slots whose response has ended, and whether by itself; `RuntimeError`: logits are not
-        finite.
-
+        """Wait for the tokens chosen since the last look. Returns the slots whose response has
+        ended, and whether by itself. `RuntimeError`: logits are not finite.
         """
         steps = torch.stack(self._chosen, 1).tolist()
         self._chosen.clear()
@@ -332,7 +324,7 @@ class DecodingBatch:
     def finished(
         self, slot: int, is_end: bool, conversation: Conversation | None = None
     ) -> FinishedSample:
-        """The sample in `slot`, which is complete; with its turns, if there are several."""
+        """The complete sample in `slot`, with its turns if there are several."""
         held = self.in_slots[slot]
         length, first = len(held.ids), len(held.sample.prompt) - 1
         own: slice | Tensor = slice(first, None)  # columns of the tokens that were drawn

@@ -45,7 +45,6 @@ class KeyValueCache:
     def layer(self, number: int, like: Tensor) -> Tensor:
         """Keys and values of a layer; `like` `[..., ng, 2, hn]` has their sizes, dtype and device.
         They begin as zeros: what lies beyond a row's length is masked, but NaN would not be.
-
         """
         layer = self._layers[number]
         if layer is None:
@@ -103,8 +102,8 @@ class DecodingPass:
 def _attention_of_few(
     queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float | None
 ) -> Tensor:
-    """Attention of few `queries` `[b, ng, r, hn]` to `keys` and `values` `[b, ng, W, hn]`; `mask`
-    `[b, 1, 1, W]` is added to the scores.
+    """Attention of few `queries` `[b, ng, r, hn]`; `mask` `[b, 1, 1, W]` is added to the
+    scores.
     """
     if queries.device.type == "cpu" and queries.dtype == torch.float32:
         # PyTorch's kernel for CPUs is made for many queries: two products and a softmax are
@@ -116,11 +115,9 @@ def _attention_of_few(
 
 
 class FeedingPass:
-    """s tokens (`width`) for each of `slots` int64 `[b]`, from a place of its own on (`starts`).
-    The cache holds what came before, and has room for all that is fed.
-
-    Rows may be padded on the right: what is stored beyond a row's length is overwritten before it
-    is attended to, and what is padded beyond the end of the cache goes to its last position.
+    """s tokens (`width`) for each of `slots` int64 `[b]`, from its place in `starts` on. The cache
+    has room for them. What is stored beyond a row's length is overwritten before it is attended
+    to; padding beyond the end of the cache goes to its last position.
     """
 
     def __init__(self, cache: KeyValueCache, slots: Tensor, starts: list[int], width: int) -> None:
@@ -174,8 +171,8 @@ def attention(
     scale: float | None,
     dropout_p: float = 0.0,
 ) -> Tensor:
-    """Attention `[s, b, np * hn]` of `queries` `[b, np, s, hn]` to `keys` and `values`
-    `[b, ng, W, hn]`; `mask` None: each position to itself and to all before it.
+    """Attention `[s, b, np * hn]` of `queries` `[b, np, s, hn]` to `keys` and `values` `[b, ng, W,
+    hn]`; `mask` None: causal.
     """
     context = F.scaled_dot_product_attention(
         *(queries, keys, values, mask, dropout_p),

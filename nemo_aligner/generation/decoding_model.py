@@ -1,12 +1,10 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The forward pass of a Megatron model for decoding: the same weights, with little around them,
-and on a GPU its steps as CUDA graphs.
+"""The forward pass of a Megatron model for decoding, on a GPU with its steps as CUDA graphs.
 
-Megatron Core's layers rotate all cached keys in every step, expand the keys of grouped queries,
-and do what training needs; with small matrices that is most of the time. Here a layer is its
-norms, its linear layers, its MLP and attention over `KeyValueCache`. A graph starts a step's
-hundreds of kernels at once.
+Megatron Core's layers rotate all cached keys in every step and expand the keys of grouped queries,
+which takes most of the time with small matrices. Here a layer is its norms, linear layers, MLP and
+attention over `KeyValueCache`.
 
 Shapes: b rows, s tokens of each, h hidden size, np heads, ng query groups and hn channels per head
 on this rank.
@@ -36,9 +34,8 @@ from nemo_aligner.parallel.cpu_operations import packed_linear
 
 class DecodingModel:
     """The chunks (bare `GPTModel`s) of this pipeline stage, as functions of tokens and a cache;
-    ids from `vocab_size` on are dropped. Make one inside `megatron_switches.decoding_mode`, after
-    the last change of the weights' tensors, and use it there.
-
+    ids from `vocab_size` on are dropped. Make and use one inside
+    `megatron_switches.decoding_mode`, after the last change of the weights' tensors.
     """
 
     def __init__(self, chunks: Sequence[Any], vocab_size: int, split: Split) -> None:
@@ -57,9 +54,8 @@ class DecodingModel:
         self._final_norm = None if final_norm is None else _norm(final_norm)
 
     def forward(self, tokens: Tensor, which: Pass) -> Tensor | None:
-        """The last layer's output `[s, b, h]` for `tokens` int64 `[b, s]` on the last stage, None
-        on the others. All ranks of the pipeline call it.
-
+        """The output `[s, b, h]` for `tokens` int64 `[b, s]` on the last stage, None on the
+        others. All ranks of the pipeline call it.
         """
         rotate = self._rotation.at(which.positions, which.cache.width)
         samples, width = tokens.shape
@@ -84,9 +80,8 @@ class DecodingModel:
         return hidden if chunk.post_process else None
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """float32 logits `[b, V]` of the last stage's output `[1, b, h]`; its tensor-parallel
-        group calls it.
-
+        """float32 `[b, V]` of the last stage's output `[1, b, h]`; its tensor-parallel group calls
+        it.
         """
         assert self._output is not None
         if self._final_norm is not None:
@@ -140,8 +135,6 @@ class _Layer:
 
 
 class _Rotation:
-    """Rotary position embeddings of a model, or none."""
-
     def __init__(self, chunk: Any) -> None:
         config = chunk.config
         self.embedding = None
@@ -162,8 +155,8 @@ class _Rotation:
         return partial(_turned, cos=cos, sin=sin, interleaved=self.interleaved)
 
     def _compute(self, width: int) -> tuple[Tensor, Tensor]:
-        """Cosine and signed sine `[width, np / ng + 2, channels]` of each position in the model's
-        dtype, for the queries and the key of a group; 1 and 0 for its value.
+        """Cosine and signed sine `[width, np / ng + 2, channels]` in the model's dtype, for the
+        queries and the key of a group; 1 and 0 for its value.
         """
         assert self.embedding is not None
         angles, scale = self.embedding(width), 1.0
@@ -179,9 +172,9 @@ class _Rotation:
 
 
 def _turned(mixed: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """By cosines and signed sines `[s, b, 1, np / ng + 2, channels]` a pair (x, y) of channels
-    becomes (x cos - y sin, y cos + x sin). Pairs are neighbours (`interleaved`) or lie half of the
-    channels apart.
+    """Pairs (x, y) of channels become (x cos - y sin, y cos + x sin), by cosines and signed sines
+    `[s, b, 1, np / ng + 2, channels]`; they are neighbours (`interleaved`) or half of the channels
+    apart.
     """
     channels = cos.size(-1)
     turned = mixed[..., :channels]
@@ -201,10 +194,9 @@ _ENGINE_NORMS = ("RMSNorm", "LayerNorm")
 
 
 def _linear(module: Any, group: ProcessGroup) -> _Function:
-    """A linear layer, divided among the ranks of `group`, as a function that adds its bias, with
-    the norm before it if Transformer Engine has both in one. The module itself is called only for
-    an adapter that is not merged: Transformer Engine's take long to start.
-
+    """A linear layer, divided among `group`, that adds its bias, after the norm if Transformer
+    Engine has both in one. The module itself, which starts slowly, is called only for an unmerged
+    adapter.
     """
     adapter = getattr(module, "lora", None)
     if adapter is not None and not adapter.merged:
@@ -227,7 +219,6 @@ def _linear(module: Any, group: ProcessGroup) -> _Function:
 
 
 def _norm(module: Any) -> _Function:
-    """A norm as a function; of Transformer Engine's without the module around it."""
     kind, bias = type(module).__name__, getattr(module, "bias", None)
     engine = type(module).__module__.startswith("transformer_engine.")
     if kind not in _ENGINE_NORMS or not engine:
@@ -238,9 +229,7 @@ def _norm(module: Any) -> _Function:
 def _normalization(
     kind: str, weight: Tensor, bias: Tensor | None, eps: float, one_added: bool
 ) -> _Function:
-    """RMSNorm or LayerNorm; `weight` counts from 1 if `one_added`, in float32 as in Transformer
-    Engine: in bf16 1 + weight would lose the last digits.
-    """
+    """`weight` counts from 1 if `one_added`, in float32: in bf16 1 + weight would lose digits."""
     shape = weight.shape
     if one_added:
         weight, bias = weight.float() + 1, None if bias is None else bias.float()
@@ -287,7 +276,6 @@ def _with_bias(output: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _mlp(module: Any, group: ProcessGroup) -> _Function:
-    """An MLP, or a mixture of experts, as a function."""
     config = module.config
     activation = config.activation_func
     # A fused GELU is the tanh form, a fused SwiGLU the same function.
@@ -311,9 +299,8 @@ def _mlp(module: Any, group: ProcessGroup) -> _Function:
 
 class StepGraphs:
     """Runs steps, as graphs if `wanted`; the error of a capture is raised if they are `required`,
-    else steps run without from then on. An object lives no longer than the weights and the cache
-    stay where they are.
-
+    else steps run without. An object lives only while the weights and the cache stay where they
+    are.
     """
 
     def __init__(self, wanted: bool, required: bool) -> None:
@@ -323,9 +310,8 @@ class StepGraphs:
 
     def run(self, shape: Hashable, step: Callable[[], Tensor]) -> Tensor:
         """What `step` returns, which the next step may overwrite. `shape` names all that is not
-        read from tensors: its first step runs as it is (it warms up), the second one is captured.
-        `step` works on the same tensors each time, in place, and waits for nothing.
-
+        read from tensors: its first step warms up, the second one is captured. `step` works in
+        place on the same tensors each time and waits for nothing.
         """
         if not self._wanted:
             return step()
@@ -348,13 +334,13 @@ class StepGraphs:
         return output
 
     def close(self) -> None:
-        """Give the memory of the graphs back, but for what cuBLAS keeps."""
+        """Free the memory of the graphs, but for what cuBLAS keeps."""
         if any(self._captured.values()):
             self._captured.clear()
             torch.cuda.empty_cache()
 
     def _capture(self, step: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-        """`torch.cuda.graph`, which would give all cached memory back before each capture."""
+        """As `torch.cuda.graph`, which would give all cached memory back before each capture."""
         graph, stream = torch.cuda.CUDAGraph(), _capture_stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):

@@ -44,48 +44,43 @@ from nemo_aligner.parallel.collectives import largest, on_rank_zero
 from nemo_aligner.parallel.device import get_device
 from nemo_aligner.parallel.megatron_switches import decoding_mode
 
-# Most tokens of prompts in one pass through the model, which bounds its memory: more prompts take
-# several passes, and a longer prompt is cut into pieces.
+# Most tokens of prompts in one pass; more take several passes, a longer prompt is cut.
 PREFILL_TOKENS = 4096
 # A prompt that is shorter than this part of the longest one of a pass waits for the next.
 LEAST_FILLED = 0.75
 # Free slots, of all of them, at which the next samples are admitted.
 ADMITTED_AT = 1 / 8
-# Steps between two looks of the host at what was chosen. On a GPU a look waits until all is
-# computed that was started, and until the host has started the next step; a response of n tokens
-# costs up to (n + 3) / n of its steps when the host looks after every fourth.
+# Steps between two looks of the host. On a GPU a look waits for all that was started, and a
+# response of n tokens costs up to (n + 3) / n of its steps when every fourth is looked at.
 LOOK_EVERY = {"cpu": 1, "cuda": 4}
 # How many times the slots are filled before ranks that divide the samples exchange their results.
 DRAWN_AHEAD = 4
 
 
 class MegatronGenerator:
-    """Decodes on the Megatron model that is being trained, with a cache of keys and values
-    (docs/performance.md).
+    """Decodes on the Megatron model that is being trained, with a cache (docs/performance.md).
 
-    A sample takes a slot of the cache until its response ends; the next takes its slot. Samples
-    with the same prompt share the pass over it. Each token has its position of training.
+    Each token has its position of training. Samples with the same prompt share the pass over it.
 
     Every rank of a TP x PP x CP group calls `generate` with the same arguments. One rank chooses
     tokens for all that hold the same copy of the weights (TP x PP); context-parallel ranks divide
     the samples. With expert parallelism the data-parallel ranks of an expert-parallel group must
     call `generate` equally often, each with its own samples: they make their passes in lockstep.
 
-    With a `split` of its own, generation has weights of its own from the first token to the last;
-    ranks may divide the samples of a policy, or generate those of several data-parallel ranks
-    together, which then call `generate` equally often.
+    With a `split`, generation has weights of its own from the first token to the last; ranks may
+    divide the samples of a policy, or generate those of several data-parallel ranks together,
+    which then call `generate` equally often.
 
-    With an environment one rank of each copy of the weights asks it (`asks_environment`) and tells
-    the others; other samples are decoded meanwhile, and a conversation keeps its cached keys.
+    With an environment one rank of each copy of the weights asks it (`asks_environment`); other
+    samples are decoded meanwhile, and a conversation keeps its cached keys.
 
     Args:
         model: model chunks of this pipeline stage, wrapped or not.
-        tokenizer: NeMo tokenizer; its eos ends a response and pads the batch.
+        tokenizer: its eos ends a response and pads the batch.
         max_sequence_length: longest prompt with response; a learned position embedding may limit
-            it further.
+            it.
         split: how the ranks share weights and samples; None: as in training.
         cuda_graphs: run decoding steps as CUDA graphs: "auto" where possible, True or else fail.
-
     """
 
     def __init__(
@@ -121,17 +116,18 @@ class MegatronGenerator:
         records: Tensor | None = None,
     ) -> GenerationOutput:
         """Generate one response to each prompt, or with an `environment` a conversation; every
-        rank of a TP x PP x CP group calls it.
+        rank of a TP x PP x CP group calls it. Returns the same on all ranks of a model, on
+        `get_device()`.
 
-        A response depends on its prompt, its seed, `params` and the weights: not on other samples,
-        their order, the rank or the split (up to rounding: in bf16 two near-equal logits may
-        change places with the shape of a batch).
+        A response depends on its prompt, its seed, `params` and the weights only (up to rounding:
+        in bf16 two near-equal logits may change places with the shape of a batch). `UserError`: a
+        prompt is empty, leaves no room for a response, or has ids outside the vocabulary; or the
+        environment failed. `RuntimeError`: the model's logits are not finite.
 
         Args:
             prompts: int64 `[b, W]`; only the first P columns of each are read.
             prompt_lengths: int64 `[b]`, P.
             sample_seeds: int64 `[b]`, seeds of the samples' random streams.
-            params: how to generate.
             on_tokens: called with the tokens as they are generated. Where ranks divide the
                 samples, it sees those of its own rank, which rank 0 numbers as the caller does.
             environment: replies to responses; given on every rank, used where `asks_environment`.
@@ -140,15 +136,6 @@ class MegatronGenerator:
                 `max_turns` responses, or where an observation leaves no room for a response.
             slots: samples decoded together at most, by all ranks that divide them; None: all.
             records: int64 `[b]`, numbers of the prompts' records, for an environment that asks.
-
-        Returns:
-            The responses, on `get_device()`; the same on all ranks of a model.
-
-        Raises:
-            UserError: a prompt is empty, leaves no room for a response, or has ids outside the
-                vocabulary; or the environment failed.
-            RuntimeError: the model's logits are not finite.
-
         """
         inputs: Prompts = prompts, prompt_lengths, sample_seeds
         if records is not None:
@@ -193,7 +180,7 @@ class MegatronGenerator:
 
     @property
     def asks_environment(self) -> bool:
-        """Whether this rank is the one of its copy of the weights that asks an environment."""
+        """Whether this rank asks the environment for its copy of the weights."""
         return torch.distributed.get_rank(self.split.copy) == 0
 
     @torch.no_grad()
@@ -204,16 +191,15 @@ class MegatronGenerator:
         slots: int,
         environment: Environment | None = None,
     ) -> Iterator[tuple[list[int], GenerationOutput]]:
-        """Generate one response to each prompt of all `batches`, as `generate`: yields places of
-        samples, counted through all batches, and their responses as they end. Every rank of a TP x
-        PP x CP group calls it and iterates to the end.
+        """As `generate` for all `batches`: yields places of samples, counted through all batches,
+        and their responses as they end. Every rank of a TP x PP x CP group calls it and iterates
+        to the end.
 
         Args:
-            batches: asked for the next one only once there is room for a sample of it, so that
-                several ranks can take from one queue. Where ranks divide the samples, they take
-                some batches at a time and exchange the results.
+            batches: asked for the next one once there is room for a sample of it, so that several
+                ranks can take from one queue. Ranks that divide the samples take some batches at a
+                time.
             slots: samples decoded, and given out, together (the last group may be smaller).
-
         """
         with self._decoding_model() as model:
             if self.split.dividing or self.split.joined is not None:
@@ -259,9 +245,8 @@ class MegatronGenerator:
         return unwrap_model(self.model)[0].config.params_dtype
 
     def slots_within(self, memory: float) -> int:
-        """Most samples that can be decoded together with `memory` bytes on each rank for keys and
-        values, however long they become. All ranks that generate together call it.
-
+        """Most samples that can be decoded together with `memory` bytes on each rank for the
+        cache, however long they become. All ranks that generate together call it.
         """
         config, split = unwrap_model(self.model)[0].config, self.split
         layers = config.num_layers // split.pipeline_ranks
@@ -275,9 +260,8 @@ class MegatronGenerator:
         return max(1, slots * self._dividing_ranks() // sharing)
 
     def step_graphs(self) -> StepGraphs:
-        """How the steps of the next samples run; the log says it once. `UserError`: `cuda_graphs`
-        is True and cannot be.
-
+        """How the next steps run; the log says it once. `UserError`: `cuda_graphs=True` cannot
+        be.
         """
         config, obstacle = unwrap_model(self.model)[0].config, None
         if get_device().type == "cpu":
@@ -413,11 +397,8 @@ class _Decoding:
             self.model.forward(first.unsqueeze(1), DecodingPass(cache, first, 1))
 
     def _refill(self, done: list[int]) -> None:
-        """Give the slots `done` and the free ones to the next samples; feed their prompts.
-
-        Samples wait until a part of the slots, or those for the last of them, is free: their
-        prompts share a pass.
-
+        """Give the slots `done` and the free ones to the next samples; feed their prompts. Samples
+        wait until a part of the slots is free: their prompts share a pass.
         """
         batch, cache = self.batch, self.cache
         wanted = len(done) + batch.slots - batch.active
@@ -432,7 +413,7 @@ class _Decoding:
         cache.copy(refill.shared, batch.longest())
 
     def _feed(self, pieces: list[tuple[int, int, int]]) -> None:
-        """Feed (slot, first position, position beyond the last) each to the model."""
+        """Feed each (slot, first position, position beyond the last) to the model."""
         for slots, starts, width in _feeding_passes(pieces):
             progress.made()
             _on_all_expert_ranks(done=False)
@@ -472,10 +453,7 @@ class _Decoding:
     def _broadcast_choice(
         self, chosen: tuple[Tensor, Tensor | None] | None, rows: int
     ) -> tuple[Tensor, Tensor | None]:
-        """Send what the first tensor-parallel rank of the last stage chose (None on other stages)
-        to all ranks of the copy.
-
-        """
+        """Send what the first rank of the last stage chose (None on others) to all of the copy."""
         if chosen is None:
             device, logprobs = self.batch.device, None
             tokens = torch.empty(rows, dtype=torch.int64, device=device)
@@ -492,7 +470,6 @@ class _Decoding:
         return tokens, logprobs
 
     def _ask(self, environment: Environment, ended: list[tuple[int, bool]]) -> None:
-        """Have the slots whose responses have `ended` pause until the environment replies."""
         for slot, is_end in ended:
             sample = self.batch.in_slots[slot].sample
             conversation = self.conversations.setdefault(sample.number, Conversation())
@@ -504,9 +481,8 @@ class _Decoding:
                 environment.submit(sample.number, sample.seed, sample.prompt, said, details)
 
     def _go_on(self, environment: Environment) -> list[tuple[int, FinishedSample]]:
-        """Take the replies that have come; returns the slots and samples of the conversations that
-        are over.
-
+        """Take the replies that have come; returns slots and samples of conversations that are
+        over.
         """
         batch = self.batch
         if not batch.pausing:
@@ -555,8 +531,7 @@ def _feeding_passes(
     fed: list[tuple[int, int, int]],
 ) -> Iterator[tuple[list[int], list[int], int]]:
     """(slots, first positions, width) of the passes that feed (slot, first position, beyond the
-    last) each; those of similar number share a pass.
-
+    last) each.
     """
     left = sorted(fed, key=lambda each: each[1] - each[2])
     while left:
@@ -574,9 +549,8 @@ class _FailedElsewhere(RuntimeError):
 
 
 def _on_all_expert_ranks(done: bool, failure: Exception | None = None) -> bool:
-    """Called by all ranks of the expert-parallel group before each pass: True if all are `done`;
-    else each of them makes a pass.
-
+    """Called by the expert-parallel ranks before each pass: are all `done`? Else each makes a
+    pass.
     """
     if parallel_state.get_expert_model_parallel_world_size() == 1:
         return done

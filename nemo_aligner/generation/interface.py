@@ -1,8 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What a generation engine is asked for and gives: parameters, prompts and responses, and samples
-of several turns. An environment replies to each response of these with an observation, until one
-of both ends the conversation: prompt, response, observation, response, ..., response.
+"""What a generation engine is asked for and gives. In samples of several turns an environment
+replies to each response with an observation, until one of both ends the conversation.
 
 Shapes: b samples, W width of the prompts, P prompt length, R total length (prompt and response).
 """
@@ -23,17 +22,13 @@ class GenerationParams:
 
     max_length: int  # tokens to generate at most, the end token included
     min_length: int = 0  # tokens to generate before an end may follow
-    # always take the likeliest token; temperature, top_k and top_p then have no effect
-    use_greedy: bool = False
+    use_greedy: bool = False  # take the likeliest token; temperature, top_k, top_p have no effect
     temperature: float = 1.0  # divides the logits
     top_k: int = 0  # sample from this many likeliest ids; 0 samples from all
-    # sample from the likeliest ids that together have this probability; 1 samples from all
-    top_p: float = 1.0
-    # above 1, ids of the prompt and of the response so far are less likely; 1 has no effect
-    repetition_penalty: float = 1.0
-    # strings that end a response, besides the eos token; the response keeps them
-    end_strings: tuple[str, ...] = ()
-    return_logprobs: bool = False  # also return the log-probs of the generated tokens
+    top_p: float = 1.0  # sample from the likeliest ids that together have this probability
+    repetition_penalty: float = 1.0  # above 1, ids that the sample already has are less likely
+    end_strings: tuple[str, ...] = ()  # end a response, as eos does; the response keeps them
+    return_logprobs: bool = False
 
     def __post_init__(self) -> None:
         most, infinity = self.max_length, float("inf")
@@ -70,10 +65,9 @@ class GenerationParams:
     def from_config(
         cls, length_params: Mapping[str, Any], sampling_params: Mapping[str, Any]
     ) -> "GenerationParams":
-        """Read the configuration sections `length_params` and `sampling_params`; a key that is
-        null or missing has the default of this class, `add_BOS`, `all_probs` and `compute_logprob`
-        have no effect. `ConfigError`: a missing or unusable value.
-
+        """Read the sections `length_params` and `sampling_params`; null and missing keys have
+        their defaults, `add_BOS`, `all_probs` and `compute_logprob` have no effect. `ConfigError`:
+        a missing or unusable value.
         """
         lengths, sampling = _given(length_params), _given(sampling_params)
         given = {"length_params": lengths, "sampling_params": sampling}
@@ -140,11 +134,7 @@ class Details:
 
 
 class Environment(Protocol):
-    """The other side of conversations, as the engine sees it.
-
-    Attributes:
-        max_turns: responses of the policy in a conversation, at most.
-    """
+    """The other side of conversations; `max_turns` responses of the policy at most in each."""
 
     max_turns: int
 
@@ -156,16 +146,13 @@ class Environment(Protocol):
         responses: tuple[tuple[int, ...], ...],
         details: Details,
     ) -> None:
-        """Ask for the reply to the last of `responses`, which has `details`; returns at once. One
-        reply is asked for after the other in the conversation `number`, whose random stream has
-        the `seed`.
-
+        """Ask for the reply to the last of `responses`; returns at once. A conversation `number`
+        has one open request at a time; `seed` is that of its random stream.
         """
 
     def replies(self, wait: bool) -> Mapping[int, Reply]:
-        """Replies that have come since the last call, by number of the conversation; `wait` for
-        one at least. `UserError`: the environment failed; the message has the cause.
-
+        """Replies since the last call, by number of the conversation; `wait` for one at least.
+        `UserError`: the environment failed; the message has the cause.
         """
 
     def end(self, number: int) -> None:
@@ -213,22 +200,19 @@ class GenerationOutput:
 
     response_tokens: Tensor  # int64 `[b, max R]`, prompt and response, then eos
     response_lengths: Tensor  # int64 `[b]`, R; the token that ended a response counts
-    # bool `[b]`, True if the response ended by itself (eos or an end string), False if it was cut
-    # off
-    is_end: Tensor
+    is_end: Tensor  # bool `[b]`, True if it ended by itself (eos or an end string), not cut off
     # float32 `[b, max R - 1]` or None. Column t scores token t+1, on `[P-1, R-1)`, 0 elsewhere;
     # over the whole vocabulary at the sampling temperature (1 if greedy), before repetition
     # penalty, top-k and top-p.
     logprobs: Tensor | None = None
-    # bool `[b, max R - 1]`, True in the columns that predict tokens of an environment; None
-    # without one
+    # bool `[b, max R - 1]`, True in the columns that predict tokens of an environment
     observed: Tensor | None = None
-    # float32 `[b, max R - 1]`, the environment's reward of a response in the column that predicts
-    # its last token, NaN elsewhere; None without one
+    # float32 `[b, max R - 1]`, a response's reward in the column that predicts its last token,
+    # NaN elsewhere
     token_rewards: Tensor | None = None
 
     def each(self, change: Callable[[str, Tensor], Tensor]) -> "GenerationOutput":
-        """What `change` makes of the name and the values of each column that is there."""
+        """`change` applied to the name and the values of each column that is there."""
         columns = {name: value for name, value in vars(self).items() if value is not None}
         return replace(self, **{name: change(name, value) for name, value in columns.items()})
 

@@ -3,14 +3,10 @@
 """Weights for generation at another tensor- and pipeline-parallel size.
 
 Where only the pipeline ends, each rank gets the layers of all stages (`gather_stages`) and decodes
-a part of the samples alone. A stage's own weights stay where they are.
-
-Elsewhere Megatron Core plans and makes the copies (`megatron.core.resharding.swap_model_weights`).
-It finds weights by their names in a module's first chunk, so it knows no virtual stages. In 0.16
-it copies no buffers, receives all weights into second buffers and looks for a weight on
-data-parallel ranks that may not have it; 0.19 remembers its plan by parallel sizes, whatever the
-weights. So it is given the weights of one layer at a time, by their names in a model of all
-layers.
+a part of the samples alone. Elsewhere Megatron Core makes the copies
+(`megatron.core.resharding.swap_model_weights`), of one layer at a time, by names in a model of all
+layers: it knows no virtual stages; 0.16 receives all weights into second buffers and looks for a
+weight on data-parallel ranks that may not have it; 0.19 remembers its plan by parallel sizes only.
 """
 
 import copy
@@ -49,11 +45,10 @@ def undivided(config: TransformerConfig) -> TransformerConfig:
 
 @torch.no_grad()
 def gather_stages(chunks: Sequence[Any], build: Callable[[], Any]) -> Any:
-    """A model, made by `build` as `undivided` describes it, with the weights of all pipeline
+    """A model, made by `build` from an `undivided` config, with the weights of all pipeline
     stages; every rank of a pipeline calls it with its bare `GPTModel`s. Weights of this stage are
-    the stage's own tensors, the others copies, in memory until the model is dropped.
-    `RuntimeError`: after the exchange the ranks of the pipeline hold different weights.
-
+    its own tensors, the others copies, in memory until the model is dropped. `RuntimeError`: the
+    ranks hold different weights afterwards.
     """
     group = parallel_state.get_pipeline_model_parallel_group()
     ranks = torch.distributed.get_process_group_ranks(group)
@@ -82,7 +77,7 @@ def gather_stages(chunks: Sequence[Any], build: Callable[[], Any]) -> Any:
 
 
 def global_weights(chunks: Sequence[Any]) -> list[tuple[str, Tensor]]:
-    """Weights of this stage, the module's own tensors, by their names in a model of all layers."""
+    """This stage's own tensors by their names in a model of all layers."""
     weights = []
     for chunk in chunks:
         numbers = [layer.layer_number - 1 for layer in chunk.decoder.layers]
@@ -102,12 +97,8 @@ INPUT, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 
 
 class _Form(NamedTuple):
-    """Of a weight."""
-
     dim: int | None  # dimension in which ranks divide it; None: they do not
-    # pieces of a rank's share that do not lie side by side in the whole (two for a gated linear
-    # unit)
-    parts: int
+    parts: int  # pieces of a rank's share that are apart in the whole (2: gated linear unit)
     dtype: torch.dtype  # of training
 
 
@@ -123,10 +114,9 @@ def divided(config: TransformerConfig, tp: int, pp: int) -> TransformerConfig:
 
 @torch.no_grad()
 def reshard(split: Split, chunks: Sequence[Any], build: Callable[[Split], Any]) -> Any:
-    """A model, made by `build` as `divided` describes it, with the weights of the bare `GPTModel`s
-    `chunks` of training, in memory of its own; every rank of the job calls it. `RuntimeError`, on
-    every rank: a weight is nowhere to be had, or does not have the same bits afterwards.
-
+    """A model, made by `build` from a `divided` config, with the weights of the bare `GPTModel`s
+    `chunks` in memory of its own; every rank of the job calls it. `RuntimeError`, on every rank: a
+    weight is missing everywhere, or does not have the same bits afterwards.
     """
     source = dict(global_weights(chunks))
     if chunks[-1].share_embeddings_and_output_weights and INPUT in source:
@@ -154,9 +144,8 @@ def reshard(split: Split, chunks: Sequence[Any], build: Callable[[Split], Any]) 
 
 
 def _forms(source: _Weights, target: _Weights) -> dict[str, _Form]:
-    """The form of each weight that any rank needs for generation; every rank of the job calls it.
-    Those of `source`: Megatron Core marks how a weight is divided with its initial values.
-
+    """Of each weight that any rank needs; every rank of the job calls it. `source` has the initial
+    values with which Megatron Core marks how a weight is divided.
     """
     mine = {
         name: _Form(
@@ -194,7 +183,7 @@ def _module(
     tensor: ProcessGroup,
     alone: ProcessGroup,
 ) -> torch.nn.Module:
-    """A module of those `names` that this rank has, as Megatron Core's resharding reads it."""
+    """The `names` that this rank has, as Megatron Core's resharding reads them."""
     root: Any = torch.nn.Module()
     root.config = SimpleNamespace(num_moe_experts=None)
     root.pg_collection = SimpleNamespace(tp=tensor, pp=alone, ep=alone, dp=alone)
@@ -216,7 +205,7 @@ def _module(
 
 
 def _checksums(weights: _Weights, forms: dict[str, _Form], group: ProcessGroup) -> dict[str, int]:
-    """Of the whole weights that this rank has, or has a share of; the ranks of `group` call it."""
+    """Of the whole weights of which this rank has a share; the ranks of `group` call it."""
     rank, ranks = torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
     own, shared = {}, {}
     for name, (dim, parts, _) in forms.items():
@@ -270,7 +259,6 @@ class _Transport(CopyService):
         self.submit_send(src_tensor, dest_rank, task_id)
 
     def submit_recv_with_id(self, task_id: int, dest_tensor: Tensor, src_rank: int) -> None:
-        """Of 0.16."""
         self.submit_recv(dest_tensor, src_rank, task_id)
 
     def run(self) -> None:

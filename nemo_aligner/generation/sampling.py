@@ -2,9 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """From logits to the next token: pure functions of plain tensors, without ranks or a model.
 
-b samples, V ids of the vocabulary, without padding ids. A forbidden id has the logit -inf. A token
-is drawn by inverting the cumulative distribution at a uniform number of the sample's own stream:
-it depends on the sample's logits and seed, never on other samples.
+b samples, V ids without padding. A forbidden id has the logit -inf. A token is drawn by inverting
+the cumulative distribution at a number of the sample's own stream: other samples have no effect.
 """
 
 import torch
@@ -16,10 +15,8 @@ _GOLDEN_GAMMA = -0x61C8864680B583EB  # 0x9E3779B97F4A7C15 as a signed number: Sp
 
 
 def sample_uniforms(sample_seeds: Tensor, max_length: int) -> Tensor:
-    """float64 `[b, max_length]` in [0, 1): one number per generated token, from the streams of
-    `sample_seeds` int64 `[b]` (SplitMix64: the same on every device; a longer stream starts like a
-    shorter one).
-
+    """float64 `[b, max_length]` in [0, 1): a number per generated token, from SplitMix64 streams
+    of `sample_seeds` int64 `[b]`. A longer stream starts like a shorter one.
     """
     steps = torch.arange(max_length, device=sample_seeds.device) * _GOLDEN_GAMMA
     bits = _splitmix64(_splitmix64(sample_seeds.long()).unsqueeze(1) + steps)
@@ -27,8 +24,8 @@ def sample_uniforms(sample_seeds: Tensor, max_length: int) -> Tensor:
 
 
 def seen_tokens(tokens: Tensor, lengths: Tensor, vocab_size: int) -> Tensor:
-    """bool `[b, vocab_size]`: True where the id is among the first `lengths` `[b]` columns of
-    `tokens` `[b, W]`.
+    """bool `[b, vocab_size]`: the id is among the first `lengths` `[b]` columns of `tokens` `[b,
+    W]`.
     """
     valid = torch.arange(tokens.size(1), device=tokens.device) < lengths.unsqueeze(1)
     seen = torch.zeros(tokens.size(0), vocab_size + 1, dtype=torch.bool, device=tokens.device)
@@ -36,8 +33,8 @@ def seen_tokens(tokens: Tensor, lengths: Tensor, vocab_size: int) -> Tensor:
 
 
 def apply_repetition_penalty(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
-    """Make ids less likely that the sample already has (Keskar et al. 2019, CTRL, section 4.1):
-    where `seen` `[b, V]`, positive logits are divided by the penalty, negative ones multiplied.
+    """Where `seen` `[b, V]`, positive logits are divided by the penalty, negative ones multiplied
+    (Keskar et al. 2019, CTRL, section 4.1).
     """
     return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
 
@@ -58,9 +55,8 @@ def keep_top_k(logits: Tensor, top_k: int) -> Tensor:
 
 
 def keep_top_p(logits: Tensor, top_p: float) -> Tensor:
-    """Keep the fewest likeliest ids whose probabilities reach `top_p` (Holtzman et al. 2020).
-
-    An id stays if the likelier ones together are below `top_p`, so at least one does.
+    """Keep the fewest likeliest ids whose probabilities reach `top_p` (Holtzman et al. 2020). An
+    id stays if the likelier ones together are below `top_p`, so at least one does.
     """
     ordered, order = logits.sort(dim=1, descending=True, stable=True)
     probabilities = ordered.softmax(dim=1).double()
@@ -70,8 +66,8 @@ def keep_top_p(logits: Tensor, top_p: float) -> Tensor:
 
 
 def invert_cdf(logits: Tensor, uniforms: Tensor) -> Tensor:
-    """Draw ids int64 `[b]`: where the cumulative probability of `logits` `[b, V]` passes
-    `uniforms`, float64 `[b]` in [0, 1).
+    """Ids int64 `[b]`: where the cumulative probability passes `uniforms`, float64 `[b]` in [0,
+    1).
     """
     cumulative = logits.softmax(dim=1).cumsum(dim=1, dtype=torch.float64)
     total = cumulative[:, -1:]
@@ -94,15 +90,12 @@ def choose_tokens(
     end_token_ids: Tensor | None = None,
     too_short: Tensor | None = None,
 ) -> Tensor:
-    """Choose the next token of each sample, int64 `[b]`; -1 for one whose logits are not finite.
-
-    Order: repetition penalty, temperature, minimum length, top-k, top-p, then the draw.
+    """The next token of each sample, int64 `[b]`; -1 for one whose logits are not finite. Order:
+    repetition penalty, temperature, minimum length, top-k, top-p, then the draw.
 
     Args:
         logits: float32 `[b, V]`.
-        uniforms: float64 `[b]` in [0, 1); None takes the likeliest id, whatever temperature, top-k
-            and top-p are.
-        temperature, top_k, top_p, repetition_penalty: as in `GenerationParams`.
+        uniforms: float64 `[b]` in [0, 1); None takes the likeliest id, whatever the other values.
         seen: bool `[b, V]`, True for ids that the sample has; needed with a repetition penalty.
         end_token_ids: int64 `[n]`, ids that samples with `too_short` must not take.
         too_short: bool `[b]`, True for responses below their minimum length; None for none.

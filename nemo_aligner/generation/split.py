@@ -1,10 +1,9 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""How the ranks share the weights and the samples while they generate: they divide the samples of
-a call, or generate each other's.
+"""How the ranks share the weights and the samples while they generate.
 
-Below, tp and pp are the tensor- and pipeline-parallel sizes of generation, TP and PP those of
-training. A *copy* is the ranks that hold the weights once between them.
+tp and pp are the tensor- and pipeline-parallel sizes of generation, TP and PP those of training. A
+*copy* is the ranks that hold the weights once between them.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -29,10 +28,8 @@ class Split:
     pipeline: ProcessGroup  # ranks that divide the layers, first stage first
     copy: ProcessGroup  # both, by global rank; its last tp ranks are the last stage
     embedding: ProcessGroup | None  # first and last stage of `pipeline`; None outside of both
-    # groups whose ranks have the same samples and divide them among each other
-    dividing: tuple[ProcessGroup, ...]
-    # ranks that have different samples and generate all of them together, in the order of the
-    # ranks; None: this rank's copy has one policy's samples
+    dividing: tuple[ProcessGroup, ...]  # whose ranks divide the same samples among each other
+    # ranks that generate their different samples together, in order; None: only one policy's
     joined: ProcessGroup | None
     # gives the chunks to decode with, from those of training; all ranks of the copy call it
     weights: Callable[[Sequence[Any]], Sequence[Any]]
@@ -47,7 +44,6 @@ class Split:
 
 
 def training_split() -> Split:
-    """Generation with the weights as they are trained."""
     tensor = parallel_state.get_tensor_model_parallel_group()
     pipeline = parallel_state.get_pipeline_model_parallel_group()
     copy = parallel_state.get_tensor_and_pipeline_parallel_group()
@@ -58,10 +54,8 @@ def training_split() -> Split:
 def regrouped(tp: int, pp: int, weights: Callable[[Split, Sequence[Any]], Sequence[Any]]) -> Split:
     """Generation with tp x pp ranks to a copy, and `Split.weights`, given the split too; every
     rank of the job calls it. One of tp x pp and TP x PP divides the other
-    (`config.rollout_rules`): with fewer, the ranks of a policy's copy hold several copies and
-    divide its samples; with more, data-parallel ranks hold one copy together and generate the
-    samples of all of them.
-
+    (`config.rollout_rules`): with fewer ranks, a policy's hold several copies and divide its
+    samples; with more, data-parallel ranks hold one copy and generate the samples of all of them.
     """
     own = torch.distributed.get_process_group_ranks(
         parallel_state.get_tensor_and_pipeline_parallel_group()
@@ -91,9 +85,8 @@ def regrouped(tp: int, pp: int, weights: Callable[[Split, Sequence[Any]], Sequen
 
 
 def _rank_lists(policies: Sequence[Sequence[int]], tp: int, pp: int) -> dict[str, list[list[int]]]:
-    """The ranks of each group of each kind within `policies`, which generate together. Each copy
-    has its stages in the order of the ranks, so tp = TP and pp = PP give the groups of training.
-
+    """The ranks of each group of each kind within `policies`, which generate together. Stages
+    follow the order of the ranks: tp = TP and pp = PP give the groups of training.
     """
     ranks = sorted(rank for policy in policies for rank in policy)
     copies = len(ranks) // (tp * pp)
@@ -141,7 +134,7 @@ def joined_prompts(batches: list[Prompts]) -> Prompts:
 
 
 def until_all_end(batches: Iterator[Prompts], group: Any) -> Iterator[Prompts]:
-    """`batches`, and empty ones until those of every rank of `group` have ended."""
+    """`batches`, then empty ones until every rank of `group` is at its end."""
     prompts, none = torch.zeros((2, 0, 1), dtype=torch.int64)
     empty = prompts, none[:, 0], none[:, 0]
     while True:
@@ -154,9 +147,8 @@ def until_all_end(batches: Iterator[Prompts], group: Any) -> Iterator[Prompts]:
 def join(
     inputs: Prompts, group: Any, check: Callable[[Tensor, Tensor], None]
 ) -> tuple[Prompts, Tensor]:
-    """The samples of all ranks of `group`, which call it, in their order, and the places of this
-    rank's. A `UserError` of `check` on some rank is raised on all.
-
+    """The samples of all ranks of `group`, which call it, in order, and the places of this rank's.
+    A `UserError` of `check` on some rank is raised on all.
     """
     error = None
     try:
@@ -178,8 +170,8 @@ def join(
 
 
 def divide(decode: _Decode, group: Any, pad_id: int, *inputs: Tensor) -> GenerationOutput:
-    """`decode(*inputs)` with the samples divided among the ranks of `group`, which all call it and
-    get the whole result; a `RuntimeError` of `decode` on some rank is raised on all.
+    """`decode(*inputs)`, divided among the ranks of `group`, which all call it and get the whole
+    result; a `RuntimeError` of `decode` on some rank is raised on all.
     """
     size, rank = torch.distributed.get_world_size(group), torch.distributed.get_rank(group)
     own = torch.arange(len(inputs[0])).tensor_split(size)[rank]

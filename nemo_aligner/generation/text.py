@@ -1,8 +1,6 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Text on both sides of generation: texts to a batch of tokens, the ends of responses, and the
-text of a response while its tokens come.
-"""
+"""Texts to a batch of tokens, the ends of responses, and the text of a response that grows."""
 
 import os
 from collections.abc import Sequence
@@ -27,10 +25,9 @@ def tokenize_batch(
     add_BOS: bool | None = None,
     add_EOS: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Tokenize texts, cut each to `max_len` tokens and pad with eos to exactly `max_len`: tokens
-    int64 `[b, max_len]` and lengths int64 `[b]`, on the CPU. `add_BOS` None: as the tokenizer
-    itself does it; `UserError`: it is True and the tokenizer has no bos token.
-
+    """Tokens int64 `[b, max_len]`, cut and padded with eos, and lengths int64 `[b]`, on the CPU.
+    `add_BOS` None: as the tokenizer does. `UserError`: it is True and the tokenizer has no bos
+    token.
     """
     with_bos = begins_with_bos(tokenizer, add_BOS, "add_BOS")
     tokens = torch.full((len(sentences), max_len), tokenizer.eos_id, dtype=torch.int64)
@@ -47,10 +44,8 @@ def tokenize_batch(
 
 class EndConditions:
     """Decides when a response has ended: at one of `token_ids` (eos first), or with an end string.
-    One that is a token for the tokenizer (mostly a special token) ends a response as that token,
-    not as the same characters spelled by others; the other `strings` are searched for in the
-    decoded last tokens.
-
+    One that is a token for the tokenizer ends a response as that token only, not spelled by
+    others; the other `strings` are searched for in the decoded last tokens.
     """
 
     def __init__(self, tokenizer: Tokenizer, end_strings: Sequence[str] = ()) -> None:
@@ -73,10 +68,7 @@ class EndConditions:
         self._may_end: dict[int, bool] = {}
 
     def _single_token_ids(self, string: str) -> list[int]:
-        """The ids of `string` where it follows other text (empty: it is several tokens there) and,
-        if that is one token, alone.
-
-        """
+        """The ids of `string` where it follows other text (if not one token: empty) and alone."""
         for prefix in "a1>":  # one of them does not merge with the string into other tokens
             before = self.tokenizer.text_to_ids(prefix)
             both = self.tokenizer.text_to_ids(prefix + string)
@@ -91,7 +83,6 @@ class EndConditions:
         return self.tokenizer.ids_to_text(ids, **self._decode_options)
 
     def _candidate(self, token: int) -> bool:
-        """Whether `token` may be the end of an end string."""
         if token not in self._may_end:
             # Alone, a part of a character decodes to U+FFFD and some tokens to nothing: these need
             # the whole tail.
@@ -102,8 +93,8 @@ class EndConditions:
         return self._may_end[token]
 
     def at_end(self, ids: Sequence[int], first: int = 0) -> bool:
-        """Whether the response of the sample `ids`, which begins at `first`, has ended with its
-        last token; an end string must not begin in the prompt.
+        """Whether the sample `ids`, whose response begins at `first`, has ended with its last
+        token; an end string must not begin in the prompt.
         """
         if ids[-1] in self._ends:
             return True
@@ -127,7 +118,6 @@ def verify_is_valid_and_clamp_range_(
         response_lengths: int64 `[b]`, R.
         strategy: not used (NeMo-Aligner's signature).
         end_strings: strings that end a response, besides eos.
-
     """
     inside = ((response_tokens >= 0) & (response_tokens < tokenizer.vocab_size)).all(dim=1)
     response_tokens.clamp_(0, tokenizer.vocab_size - 1)
@@ -144,7 +134,6 @@ class TextStream:
     """Cuts the text of a growing response into pieces that can be shown at once; joined, they are
     `response_text` of all tokens. A token alone does not decode to its part of the text, so all
     are decoded each time, and what may still change is held back.
-
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -158,7 +147,6 @@ class TextStream:
         return self._advance(response_text(self.tokenizer, self.ids).rstrip(_INCOMPLETE))
 
     def finish(self) -> str:
-        """The rest of the text."""
         text = response_text(self.tokenizer, self.ids)
         # A tokenizer that changed its mind about what is shown: what follows the common part.
         self.shown = os.path.commonprefix([self.shown, text])

@@ -1,8 +1,8 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The dataset of a job, built by the functions that the job's script calls on the tokenizer of a
-model, and what a reader should know of it before training: lengths, what is dropped or cut and
-why, duplicates, empty responses, special tokens in what somebody wrote.
+"""The dataset of a job, built by its own functions on the tokenizer of a model, and what a reader
+should know of it: lengths, what is dropped or cut and why, duplicates, empty responses, special
+tokens in what somebody wrote.
 """
 
 import itertools
@@ -39,8 +39,6 @@ ON_POLICY = "model.knowledge_distillation.on_policy.fraction"
 
 @dataclass(frozen=True)
 class InspectedJob:
-    """Data files as a job reads them."""
-
     name: str  # of the job's configuration, "gpt_sft" for example, or "steerlm2"
     files: tuple[str, ...]  # the data files
     model: Path  # whose tokenizer is used
@@ -142,8 +140,6 @@ def _guess(file: str) -> tuple[str, list[str]]:
 
 @dataclass(frozen=True)
 class Sample:
-    """An item of the dataset."""
-
     document: int  # number of the document in the files
     place: str  # file and record, for the reader
     parts: tuple[Part, ...]  # what the model sees
@@ -159,12 +155,10 @@ class Piece(NamedTuple):
 
 
 def read_samples(job: InspectedJob, count: int) -> list[Sample]:
-    """The first samples that a job serves."""
     return [read_sample(job, index) for index in range(min(count, len(job.dataset)))]
 
 
 def read_sample(job: InspectedJob, index: int) -> Sample:
-    """One item of the dataset, as the job gets it."""
     dataset, padding = job.dataset, job.cfg.get("pad_token_id")
     document = int(dataset.documents[index])
     item = dataset[index]
@@ -213,23 +207,17 @@ BINS = 12
 
 @dataclass
 class Finding:
-    """One kind of thing that was found."""
-
     text: str  # what it is, and what happens to it
     places: list[str] = field(default_factory=list)  # where, for the reader
 
 
 @dataclass(frozen=True)
 class Findings:
-    """What was found."""
-
     documents: int  # in the files
     served: int  # that the job gets
-    # int64 [those that were looked at], tokens of the longest part of each sample
-    lengths: np.ndarray
+    lengths: np.ndarray  # int64, tokens of the longest part of each sample looked at
     limit: str  # the length that the job allows, in words
-    # what will not be used as it stands, in this order: dropped, cut, empty, twice
-    bad: list[Finding]
+    bad: list[Finding]  # not used as it stands: dropped, cut, empty, twice
 
 
 def look(job: InspectedJob, limit: int) -> Findings:

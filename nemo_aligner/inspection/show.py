@@ -1,8 +1,6 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Samples and findings as text for a terminal, in colour or with brackets, and as one HTML page in
-the look of the training report.
-"""
+"""Samples and findings as text for a terminal, and as one HTML page in the look of the report."""
 
 from collections.abc import Callable, Iterator, Sequence
 from html import escape

@@ -20,8 +20,7 @@ from nemo_aligner.config.defaults import CONF
 from nemo_aligner.core.endings import ExitCode, interruptible
 from nemo_aligner.core.gpus import hide_gpus
 
-# The script stays in its working directory, writes no .hydra folder and logs to stdout only;
-# `exp_manager` makes the folder of a job.
+# The script stays in its working directory, writes no .hydra folder and logs to stdout only.
 HYDRA_OVERRIDES = (
     "hydra.output_subdir=null",
     "hydra/job_logging=stdout",
@@ -33,19 +32,17 @@ HYDRA_OVERRIDES = (
 def hydra_runner(
     config_path: str = ".", config_name: str | None = None
 ) -> Callable[[Callable[[DictConfig], None]], Callable[..., None]]:
-    """Decorator of a script's `main(cfg)`: NeMo's `hydra_runner` without its schemas, and without
-    its imports, which take seconds. The command line is the same, but that `key=value`, `+key=`
-    and `++key=` mean the same. One of which Hydra can make no configuration ends the process with
-    `ExitCode.USER_ERROR`.
+    """Decorator of a script's `main(cfg)`: NeMo's `hydra_runner` without its schemas and slow
+    imports. `key=value`, `+key=` and `++key=` mean the same. A command line that Hydra cannot use
+    ends the process with `ExitCode.USER_ERROR`.
 
     Args:
-        config_path: folder of the YAML files, relative to the script; where it is missing, as
-            beside a script that was copied, that of this package.
+        config_path: folder of the YAML files, relative to the script; if missing, that of this
+            package.
         config_name: YAML file without its ending.
 
     The decorated function may also be called with a configuration, or with the `arguments` of
-    another command line than that of the process; a `--config-path` there is relative to the
-    working directory.
+    another command line; a `--config-path` there is relative to the working directory.
     """
 
     def decorator(main: Callable[[DictConfig], None]) -> Callable[..., None]:
@@ -96,8 +93,8 @@ def hydra_runner(
 
 
 def forced(word: str, may_be_group: bool = False) -> str:
-    """A word with which Hydra sets a key even if the YAML file lacks it: the job says whether
-    there is such a key. One without a dot may be a group of files.
+    """A word with which Hydra sets a key even if the YAML file lacks it: the job refuses unknown
+    keys. One without a dot may be a group of files.
     """
     found = re.match(r"\+{0,2}(?!hydra\.)([A-Za-z_][\w.]*)=", word)
     is_key = found is not None and not (may_be_group and "." not in found[1])
@@ -105,7 +102,7 @@ def forced(word: str, may_be_group: bool = False) -> str:
 
 
 def _check_words(words: Sequence[str]) -> None:
-    """End the process at a word that Hydra cannot read; it would not say which one."""
+    """End the process at a word that Hydra cannot read: it would not say which one."""
     parser = OverridesParser.create()
     for word in words:
         try:

@@ -1,7 +1,6 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
 """How a job ends: all its processes together, with one message where a user can fix the cause.
-
 Imports nothing heavy.
 """
 
@@ -35,9 +34,7 @@ R = TypeVar("R")
 started_processes: list[subprocess.Popen] = []
 # The lists of them that Lightning's launcher watches.
 _watched: list[list[subprocess.Popen]] = []
-# Another thread ends this process.
 _ends_at_once = threading.Event()
-# In the environment of such a process: who has started it.
 STARTED_BY = "NEMO_ALIGNER_STARTED_BY"
 
 # After an error: how long another process may take to fail for the same reason.
@@ -50,15 +47,9 @@ _EXIT_GRACE_S = 60.0
 
 def user_errors_end_the_job(main: Callable[P, R], is_job: bool = False) -> Callable[P, R]:
     """Decorator of a script's `main`: every process of the job ends with it, in success and in
-    failure, with a code of `ExitCode`.
-
-    An error whose message says what to do (of a user, a server or an alarm) is printed as one
-    message, by rank 0 if all ranks have it, without a traceback. Any other error keeps its
-    traceback. Either way the processes that `launch_processes` started end too. SIGTERM, Ctrl-C
-    and SIGUSR1 are requests to end (training/stop_requests.py).
-
-    Args:
-        is_job: the same command continues what a Ctrl-C ends.
+    failure, with a code of `ExitCode`. `is_job`: the same command continues what a Ctrl-C ends. An
+    error whose message says what to do is printed without a traceback, by rank 0 alone if all
+    ranks have it. SIGTERM, Ctrl-C and SIGUSR1 are requests to end (training/stop_requests.py).
     """
 
     @functools.wraps(main)
@@ -106,16 +97,15 @@ def _run(main: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
 
 
 def adopt(processes: list[subprocess.Popen]) -> None:
-    """Have `processes`, which Lightning's launcher has started and watches, end with this one."""
+    """Have `processes`, which Lightning's launcher watches, end with this one."""
     started_processes.extend(processes)
     _watched.append(processes)
 
 
 def end_at_once(code: ExitCode, asked_by: int | None = None) -> NoReturn:
-    """End this process, which cannot do it in order, and with it the job; any thread calls it.
-
-    Where rank 0 has started this process, that one ends first, by the same signal `asked_by`:
-    Lightning's launcher would end the job with another code.
+    """End this process, which cannot do it in order, and with it the job; any thread calls it. If
+    rank 0 has started it, that one ends first, by the same signal `asked_by`: Lightning's launcher
+    would end the job with another code.
     """
     _ends_at_once.set()
     if _was_started():
@@ -130,7 +120,7 @@ def end_at_once(code: ExitCode, asked_by: int | None = None) -> NoReturn:
 
 @contextlib.contextmanager
 def _waiting_for_the_end() -> Iterator[None]:
-    """Inside, an error that follows from the end of other processes in `end_at_once` is silent."""
+    """Inside, errors that follow from the end of other processes in `end_at_once` are silent."""
     try:
         yield
     finally:
@@ -139,8 +129,8 @@ def _waiting_for_the_end() -> Iterator[None]:
 
 
 def end_with_starter() -> None:
-    """If rank 0 has started this process, let it be killed when rank 0 ends, or end now if that
-    has ended. Call it early: an orphan would wait for the other ranks.
+    """If rank 0 has started this process, let it be killed when rank 0 ends, or end now if it has.
+    Call it early: an orphan would wait for the other ranks.
     """
     starter = os.environ.get(STARTED_BY)
     if starter is not None:
@@ -148,8 +138,8 @@ def end_with_starter() -> None:
 
 
 def _was_started() -> bool:
-    """Whether rank 0 has started this process. Lightning's launcher kills the whole job when such
-    a process ends with another code than 0.
+    """By rank 0; Lightning's launcher kills the whole job if such a process ends with another code
+    than 0.
     """
     return os.environ.get(STARTED_BY) == str(os.getppid())
 
@@ -166,8 +156,7 @@ def _exit_code(error: Exception) -> ExitCode:
 def _end_started_processes(grace_s: float) -> bool:
     """Wait, then kill what is left; True if all ended well by themselves."""
     for processes in _watched:
-        # Lightning kills this process once it sees that another one has not ended well, before
-        # the error of this one is printed.
+        # Lightning would kill this process before its error is printed.
         processes.clear()
     deadline = time.monotonic() + grace_s
     for process in started_processes:

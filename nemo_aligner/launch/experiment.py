@@ -1,9 +1,6 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The experiment of a job: its folder, loggers and checkpoints, and the state it resumes from.
-
-Missing keys of `exp_manager` take their values from the YAML files.
-"""
+"""The experiment of a job: its folder, loggers and checkpoints, and the state it resumes from."""
 
 import copy
 import datetime
@@ -60,7 +57,6 @@ from nemo_aligner.training.loggers import CustomLoggerWrapper
 from nemo_aligner.training.timers import Timer
 
 CHAT_DATE = "chat_date.txt"
-# What the log of a job begins with: the keys whose values it names.
 OVERVIEW = {
     "job": [
         "trainer.ppo.advantage_estimator",
@@ -144,9 +140,8 @@ def start_from(
 
 
 def fix_chat_date(data: DictConfig | None, log_dir: Path | None) -> None:
-    """Set `chat_date` of the section `model.data`, the day that chat templates take for today, to
-    that of the run's first start, or the one given last, which its folder keeps; all ranks call
-    it.
+    """Set `chat_date` of `model.data`, the day that chat templates take for today, to that of the
+    run's first start, or the one given last, which its folder keeps; all ranks call it.
     """
     if data is None or "chat_date" not in data:
         return
@@ -163,9 +158,7 @@ def fix_chat_date(data: DictConfig | None, log_dir: Path | None) -> None:
 
 
 def log_config(cfg: DictConfig, config_name: str | None) -> None:
-    """Say what is trained or served, from what, on what data and devices; where everything is
-    shown (`launch/remarks.py`), the whole configuration. `config_name` is of the job's YAML file.
-    """
+    """Log the `overview`; with NEMO_ALIGNER_VERBOSE the whole configuration."""
     shown = shown_config(plain_dict(cfg))
     if is_verbose():
         logging.info(f"\n\n*** configuration ***\n{OmegaConf.to_yaml(shown)}")
@@ -174,7 +167,7 @@ def log_config(cfg: DictConfig, config_name: str | None) -> None:
 
 
 def overview(cfg: DictConfig, config_name: str | None) -> dict[str, str]:
-    """What a job's log begins with, by name: of keys that the job reads itself."""
+    """What is trained or served, from what, on what data and devices, by name."""
     rows = {"job": config_name or "of a script", "from": "random weights"}
     for name, keys in OVERVIEW.items():
         own = [key for key in keys if config_name is None or key in LIVE[config_name]]
@@ -190,14 +183,13 @@ def overview(cfg: DictConfig, config_name: str | None) -> dict[str, str]:
 
 
 def run_timer(cfg: DictConfig) -> Timer:
-    """Timer of the job's wall-clock limit, `exp_manager.max_time_per_run`."""
     return Timer(None if cfg.exp_manager is None else cfg.exp_manager.max_time_per_run)
 
 
 def setup_experiment(trainer: Trainer, cfg: DictConfig) -> Path | None:
     """Make the log folder and the loggers with NeMo's `exp_manager`, which does not see keys of
-    checkpoints, resuming and time limits; every rank calls it. Returns the folder; None with
-    `exp_manager=null`. `UserError`: the folder cannot be written, or a logger cannot be set up.
+    checkpoints, resuming and time limits; every rank calls it. None with `exp_manager=null`.
+    `UserError`: the folder cannot be written, or a logger cannot be set up.
     """
     if cfg.exp_manager is None:
         return None
@@ -234,7 +226,7 @@ def setup_experiment(trainer: Trainer, cfg: DictConfig) -> Path | None:
             f"exp_manager, or leave it out ({', '.join(asked)})."
         ) from error
     if is_rank_zero():
-        # In place of NeMo's, which holds secrets.
+        # In place of NeMo's file, which holds secrets.
         words = [shown_word(word) for word in sys.argv]
         (log_dir / "cmd-args.log").write_text(" ".join(words))
         is_command = Path(words[0]).stem in ("__main__", "nemo-aligner")
@@ -251,8 +243,8 @@ def setup_experiment(trainer: Trainer, cfg: DictConfig) -> Path | None:
 
 
 def _mlflow_logger(options: DictConfig, log_dir: Path) -> MLFlowLogger:
-    """MLflow's logger, which NeMo calls with a name twice. Without the address of a server, in
-    `tracking_uri` or the environment, it writes into the folder `mlruns` of the experiment.
+    """MLflow's logger, which NeMo calls with a name twice. Without `tracking_uri` or the address
+    in the environment it writes into the folder `mlruns` of the experiment.
     """
     os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # MLflow 3 refuses folders else
     given = OmegaConf.to_object(options).get("mlflow_logger_kwargs") or {}
@@ -268,14 +260,14 @@ def _write_config(cfg: DictConfig, log_dir: Path) -> None:
 
 
 def _former_runs(log_dir: Path) -> list[Path]:
-    """The folders `run_<n>`, to which `exp_manager` moves files of former runs, oldest first."""
+    """Folders `run_<n>`, to which `exp_manager` moves files of former runs, oldest first."""
     runs = [run for run in log_dir.glob("run_*") if run.name.removeprefix("run_").isdigit()]
     return sorted(runs, key=lambda run: int(run.name.removeprefix("run_")))
 
 
 def _keep_json_lines(log_dir: Path) -> None:
-    """Put the JSON lines of former runs, which `exp_manager` has moved to `run_<n>`, back: a
-    resumed job continues them. A run that died before it did so has left more than one part.
+    """Put the JSON lines of former runs, which `exp_manager` has moved, back: a resumed job
+    continues them. A run that died before it did so has left several parts.
     """
     parts: dict[str, list[Path]] = {}
     for run in _former_runs(log_dir):
@@ -297,9 +289,7 @@ def _keep_json_lines(log_dir: Path) -> None:
 
 
 def build_logger(trainer: Trainer, log_dir: Path | None) -> CustomLoggerWrapper:
-    """TensorBoard and W&B loggers of the trainer, and `metrics.jsonl` and `report.html` in
-    `log_dir`, if there is one.
-    """
+    """TensorBoard and W&B loggers, and `metrics.jsonl` and `report.html` in `log_dir`, if any."""
     if log_dir is None or not is_rank_zero():
         return CustomLoggerWrapper(trainer.loggers)
     file, report = log_dir / "metrics.jsonl", LiveReport(log_dir)
@@ -315,8 +305,8 @@ def build_checkpoint_callback(
     made_from: MadeFrom | None = None,
     has_validation: bool = True,
 ) -> CheckpointCallback:
-    """`CheckpointCallback` by `checkpoint_options`; without a `log_dir` it neither writes nor
-    finds a checkpoint. Without a validation neither ranks nor names have metrics of it.
+    """By `checkpoint_options`; without a `log_dir` it neither writes nor finds a checkpoint,
+    without a validation neither ranks nor names have metrics of it.
     """
     given = checkpoint_options(cfg)
     if not has_validation:
@@ -336,7 +326,7 @@ def build_checkpoint_callback(
 
 
 def checkpoint_options(cfg: DictConfig) -> dict[str, Any]:
-    """What a configuration says of checkpoints, by the arguments of `CheckpointCallback`."""
+    """The arguments of `CheckpointCallback` in a configuration."""
     options = cfg.get("exp_manager") or {}
     params = options.get("checkpoint_callback_params") or {}
     known = [name for name, key in fields_of(CheckpointParams).items() if key.get("acts", True)]
@@ -380,8 +370,8 @@ def set_up_training(
 
 
 def load_trainer_state(cfg: DictConfig, ckpt_callback: CheckpointCallback) -> dict | None:
-    """Resume as `exp_manager` asks: the counters of the checkpoint that was loaded, or None for a
-    fresh start. All ranks call it. `UserError`: it must resume, and there is no checkpoint.
+    """Counters of the loaded checkpoint, or None for a fresh start, as `exp_manager` asks; all
+    ranks call it. `UserError`: it must resume, and there is no checkpoint.
     """
     if cfg.exp_manager is None:
         return None

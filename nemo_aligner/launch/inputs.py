@@ -1,8 +1,8 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The files that a configuration names, checked before the packages of a job are imported: whether
-models and data are there and have a form that loads, and the first records of the data. The same
-functions check all of it when the job reads them. Imports nothing heavy.
+"""The models, data files and first records that a configuration names, checked before the packages
+of a job are imported; the same functions check all of it when the job reads them. Imports nothing
+heavy.
 """
 
 import itertools
@@ -54,8 +54,8 @@ CODE = {key.name: key.code for job in JOBS.values() for key in job.keys.values()
 
 
 def check_inputs(cfg: DictConfig, config_name: str) -> None:
-    """Raise `UserError` if a model, a file or a record that a complete configuration names is not
-    there or cannot be used.
+    """Raise `UserError` if a model, file or record that a complete configuration names is missing
+    or cannot be used.
     """
     given = {key: OmegaConf.select(cfg, key) for key in (restore_key(config_name), *MODELS, *CODE)}
     for key, value in given.items():
@@ -99,8 +99,8 @@ def check_inputs(cfg: DictConfig, config_name: str) -> None:
 def _data_files(
     cfg: DictConfig, config_name: str
 ) -> Iterator[tuple[str, DataFile, DictConfig, bool]]:
-    """Each data file: its key, the file, the section that says how it is read, and whether it is
-    the first of its list.
+    """Of each data file: its key, the file, the section that says how it is read, and whether it
+    is the first of its list.
     """
     lists = {
         f"{key}.file_path": OmegaConf.select(cfg, key)
@@ -127,8 +127,7 @@ def _check_record(
     config_name: str,
 ) -> None:
     """Raise `UserError` if a data set would refuse a record, or its prompt is empty and no key
-    allows it; `others` are columns that may hold the prompt, and `before` is the first line of a
-    pair, if lines are pairs and `record` is the second.
+    allows it; `others` are columns that may hold the prompt, `before` is the first line of a pair.
     """
     data: Any = cfg.get("data") or cfg.model.data
     kind = JOBS[config_name].records
@@ -191,7 +190,7 @@ def _check_scored(
 
 
 class _Reader(RecordEncoder):
-    """Reads records without the tokenizer and the form of conversations, which are known later."""
+    """Works without the tokenizer and the form of conversations, which are known later."""
 
     def form_of(self, record: Record) -> ConversationForm | None:
         return self.form if self.template or holds_conversation(record) else None

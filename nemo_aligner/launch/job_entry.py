@@ -35,10 +35,8 @@ def job_main(
     check: Main = lambda cfg: None,
 ) -> Callable[[Main], Any]:
     """Decorator of a job, which gets its configuration complete and checked, and ends the process
-    as `user_errors_end_the_job` says. Its attributes `config_name` and `check` are those here.
-
-    `jobs` is that of `share_cores`, or computes it; `check` raises `ConfigError` for what a
-    checked configuration cannot have in this job.
+    as `user_errors_end_the_job` says. `jobs` is that of `share_cores`, or computes it; `check`
+    raises `ConfigError` for what a checked configuration cannot have in this job.
     """
 
     def decorator(main: Any) -> Any:
@@ -69,8 +67,8 @@ def job_main(
 
 
 def check_job(cfg: DictConfig, config_name: str) -> list[str]:
-    """Check a complete configuration and the files that it names; what needs PyTorch, which takes
-    seconds to import, last. Returns the notes of `check_config`.
+    """Check a complete configuration and the files that it names; what imports PyTorch last.
+    Returns the notes of `check_config`.
     """
     accelerator, devices = cfg.trainer.accelerator, to_plain(cfg.trainer.devices)
     on_cpu, counts_gpus = accelerator == "cpu", str(devices) in ("auto", "-1")
@@ -89,7 +87,7 @@ def reward_servers(cfg: DictConfig, kind: str) -> int:
 
 
 def has_no_rewards(cfg: DictConfig, kind: str) -> bool:
-    """Whether nothing gives rewards to the job `kind`, as it learns from a teacher alone."""
+    """Whether the job `kind` learns from a teacher alone."""
     estimator = ADVANTAGE_ESTIMATORS.get(cfg.trainer[kind].get("advantage_estimator"))
     if estimator is None or not estimator.of_teacher:
         return False

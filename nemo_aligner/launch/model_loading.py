@@ -1,7 +1,6 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Models from `.nemo` files, built with the file's configuration and that of the user; reward
-models ready to score."""
+"""Models from `.nemo` files, with the file's and the user's configuration; reward models."""
 
 import os
 from collections.abc import Callable
@@ -45,17 +44,14 @@ def load_and_override_model_config(
     remove_meta_info: bool = True,
 ) -> DictConfig:
     """Configuration of the model in a `.nemo`, with `model_cfg_to_overwrite` over it; that of a
-    whole job is checked (`check_loaded`).
+    whole job is checked (`check_loaded`). `UserError`: the path does not exist. `ConfigError`: the
+    job's configuration cannot work.
 
-    A null there means "as in the checkpoint" for keys that describe the network
-    (`drop_unset`). `overwrite_base_config.<section>=True`, or `.<section>.<key>=True`, drops that
-    part of the file's configuration before. Parallel sizes that neither has are the fallbacks of
-    `config/keys/model.py`: older YAML files refer to them. In jobs `WITHOUT_DROPOUT` the file's
-    dropout is off where its key is not given, and a line says so.
-
-    Raises:
-        UserError: the path does not exist.
-        ConfigError: the job's configuration cannot work.
+    A null there means "as in the checkpoint" for keys that describe the network (`drop_unset`).
+    `overwrite_base_config.<section>=True`, or `.<section>.<key>=True`, drops that part of the
+    file's configuration before. Parallel sizes that neither has are the fallbacks of
+    `config/keys/model.py`. In jobs `WITHOUT_DROPOUT` the file's dropout is off where its key is
+    not given, and a line says so.
     """
     adopt_mpi_ranks(os.environ)  # the check counts ranks, and in other scripts nobody else does it
     base = open_source(restore_path).config()
@@ -95,9 +91,8 @@ def load_and_override_model_config(
 def complete_model_config(
     restore_path: str | PathLike[str] | None, model_cfg: DictConfig, job: str
 ) -> DictConfig:
-    """Section `model` of a `job` with all its keys: what the user gives over what the `.nemo` says
-    (None: it starts from random weights), the rest from `conf/<job>.yaml`. Raises as
-    `load_and_override_model_config`.
+    """Section `model` of a `job` with all its keys: the user's over those of the `.nemo` (None:
+    random weights), the rest from `conf/<job>.yaml`. Raises as `load_and_override_model_config`.
     """
     if restore_path is None:
         cfg, form = drop_unset(model_cfg), asked_form(model_cfg.get("data") or {})
@@ -108,9 +103,7 @@ def complete_model_config(
 
 
 def _over(base: DictConfig, model_cfg: DictConfig) -> DictConfig:
-    """`model_cfg` over `base`, the configuration of a file, from which
-    `model_cfg.overwrite_base_config` drops parts.
-    """
+    """`model_cfg` over a file's `base`, less what `model_cfg.overwrite_base_config` drops."""
     remove_overwritten_fields(base, model_cfg.get("overwrite_base_config") or {})
     own, given = base.get("tokenizer") or {}, drop_unset(model_cfg).get("tokenizer") or {}
     if any(own.get(key) not in (None, given.get(key)) for key in TOKENIZER_FILES if key in given):
@@ -141,8 +134,8 @@ def _contents(form: DictConfig | dict[str, Any] | None) -> dict[str, Any] | None
 def remove_overwritten_fields(
     base_config: DictConfig, overwrite_config: DictConfig | dict
 ) -> None:
-    """Remove from `base_config` what `overwrite_config`, the section `overwrite_base_config`,
-    marks as true, at any depth.
+    """Remove from `base_config` what the section `overwrite_base_config` marks as true, at any
+    depth.
     """
     for key, value in overwrite_config.items():
         if not isinstance(value, DictConfig | dict):
@@ -153,14 +146,12 @@ def remove_overwritten_fields(
 
 
 def load_checkpoint_model_config(restore_path: str | PathLike[str]) -> DictConfig:
-    """The configuration of the model in a `.nemo` file or folder, as it stands there."""
+    """The configuration in a `.nemo` file or folder, as it stands there."""
     return open_source(restore_path).config()
 
 
 def load_2_0_checkpoint_model_config(restore_path: str | Path) -> DictConfig | None:
-    """The configuration in a folder of NeMo 2.0, as `load_checkpoint_model_config` reads it; None
-    for a `.nemo`.
-    """
+    """The configuration in a folder of NeMo 2.0; None for a `.nemo`."""
     is_2_0 = is_nemo2(Path(restore_path))
     return load_checkpoint_model_config(restore_path) if is_2_0 else None
 
@@ -176,16 +167,13 @@ def load_from_nemo(
     return_updated_cfg: bool = False,
 ) -> Any:
     """A model, `cls`, of `model_cfg` over the file's own configuration, with the weights of a
-    `.nemo`; all ranks call it.
+    `.nemo`; all ranks call it. `UserError`: the path does not exist or does not fit the model.
 
     Args:
         model_cfg: section `model`, or a whole configuration.
         modify_config_fn: `(file_cfg, model_cfg) -> cfg`, NeMo-Aligner's hook for the last word.
         load_base_model_only: keep initial values of `cls.fresh_weights()` (heads).
         return_updated_cfg: return `(model, cfg)`.
-
-    Raises:
-        UserError: the path does not exist or does not fit the model.
     """
     source = open_source(restore_path)
     if "model" in model_cfg:
@@ -213,8 +201,8 @@ def load_from_nemo(
 def load_reward_model(
     model_cfg: DictConfig, trainer: Trainer | None, restore_path: str | PathLike[str], key: str
 ) -> "MegatronGPTRewardModel":
-    """The reward model in `restore_path`, which `key` names; every rank calls it. `UserError`: the
-    weights hold no head that was trained to give rewards.
+    """The reward model in `restore_path`, which `key` names; every rank calls it. `UserError`: its
+    head was not trained to give rewards.
     """
     from nemo_aligner.models.nlp.gpt.reward_model_classes import reward_model_class
 

@@ -46,11 +46,8 @@ LIGHTNING_OPTIONS = (
 
 
 class JobTrainer(Trainer):
-    """Lightning's trainer, with the configuration of the job that it was built for.
-
-    Attributes:
-        job_cfg: the whole configuration, resolved.
-        section: of `job_cfg.trainer`, with the job's own settings; None for a job that has none.
+    """Lightning's trainer, with its job's whole configuration `job_cfg`, resolved, and the
+    `section` of `job_cfg.trainer` with the job's own settings, if any.
     """
 
     def __init__(self, job_cfg: DictConfig, section: str | None, **options: Any) -> None:
@@ -68,8 +65,8 @@ def _check_resume(
     dirpath: str | None = None,
     resume_from_checkpoint: str | None = None,
 ) -> None:
-    """NeMo's function of this name, by which its `exp_manager` sets `trainer.ckpt_path`: to the
-    newest complete checkpoint of this package, where NeMo would look for files of its own.
+    """Stands for NeMo's function by which `exp_manager` sets `trainer.ckpt_path`: gives the newest
+    complete checkpoint of this package.
     """
     if isinstance(trainer, JobTrainer) and resume_if_exists:
         resume_if_exists = False
@@ -91,7 +88,6 @@ def _check_resume(
 
 
 def no_checkpoint_error(folder: Path) -> UserError:
-    """Of a job that must resume, and `folder` holds nothing to resume from."""
     return UserError(
         f"exp_manager.resume_if_exists=True, but {folder} holds no complete checkpoint; set "
         "exp_manager.resume_ignore_no_checkpoint=True to start afresh."
@@ -99,24 +95,19 @@ def no_checkpoint_error(folder: Path) -> UserError:
 
 
 def nemo_checkpoint_callback(trainer: Trainer) -> NeMoModelCheckpoint | None:
-    """The callback that NeMo's `exp_manager` gave to the trainer, if any."""
     callbacks = getattr(trainer, "callbacks", None) or []
     return next((each for each in callbacks if isinstance(each, NeMoModelCheckpoint)), None)
 
 
 def resolve_and_create_trainer(cfg: DictConfig, pop_trainer_key: str | None = None) -> JobTrainer:
     """Resolve `cfg` in place and build the Lightning trainer from `LIGHTNING_OPTIONS` of
-    `cfg.trainer`; the section `pop_trainer_key` with the job's own settings stays out. It knows
-    devices, nodes and the launch form (plain `python`, torchrun, SLURM, mpirun).
-
-    Raises:
-        ConfigError: a GPU was asked for on a machine without CUDA, or the CPU in a process that
-            has found a GPU.
+    `cfg.trainer`; the section `pop_trainer_key` stays out. `ConfigError`: a GPU was asked for
+    without CUDA, or the CPU in a process that has found a GPU.
     """
     sweep_once()
     adopt_mpi_ranks(os.environ)  # scripts of NeMo-Aligner have nobody else to do it
     # NeMo's callback parses the names of an earlier run's checkpoints, fails at val_loss=nan, and
-    # removes all but the best. Which of ours are kept is for `CheckpointCallback` alone.
+    # removes all but the best.
     NeMoModelCheckpoint.nemo_topk_check_previous_run = lambda _self: None
     nemo_exp_manager.check_resume = _check_resume
     OmegaConf.resolve(cfg)
@@ -155,11 +146,10 @@ def resolve_and_create_trainer(cfg: DictConfig, pop_trainer_key: str | None = No
 
 def launch_processes(trainer: Trainer | None) -> None:
     """Start the other processes of this node, if nobody else did (torchrun, SLURM), and join the
-    process group; every rank calls it. With plain `python` Lightning's launcher starts this script
-    again, once per further device. Without a trainer, or with the group in place, nothing happens.
-
-    When a process of a node started in this way dies, the others end within seconds: Lightning
-    watches the children, and they end with their parent.
+    process group; every rank calls it. With plain `python` Lightning starts this script again,
+    once per further device. Without a trainer, or with the group in place, nothing happens. When a
+    process started in this way dies, the others end within seconds: Lightning watches the
+    children, and they end with their parent.
     """
     if trainer is None or torch.distributed.is_initialized():
         return

@@ -1,10 +1,8 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What libraries log and warn of goes to a file of the run, not between the lines of a job.
-
-Their errors stay where they are, and so does what this package and users' own code say. With
-`NEMO_ALIGNER_VERBOSE` in the environment (`-v` of the command) everything does. Imports nothing
-heavy.
+"""What libraries log and warn of goes to a file of the run, not between the lines of a job. Their
+errors stay, and with `NEMO_ALIGNER_VERBOSE` in the environment (`-v` of the command) everything
+does. Imports nothing heavy.
 """
 
 import contextlib
@@ -27,12 +25,11 @@ _OWN = os.path.realpath(Path(__file__).parents[1]) + os.sep
 
 
 def is_verbose() -> bool:
-    """Whether the user wants to see all of it."""
     return os.environ.get(VERBOSE, "0").lower() not in ("", "0", "false", "no")
 
 
 class Remarks:
-    """What libraries have said in this process; there is one, `remarks`."""
+    """There is one, `remarks`."""
 
     def __init__(self) -> None:
         self._kept: deque[str] = deque(maxlen=KEPT)
@@ -76,7 +73,7 @@ class Remarks:
                 file.write(f"{text}\n")
 
     def write_to(self, folder: Path) -> None:
-        """From now on, and what was kept so far, into a file of `folder`."""
+        """Keep remarks, also those so far, in a file of `folder`."""
         self._path = folder / FILE
         self._path.write_text("".join(f"{text}\n" for text in self._kept), encoding="utf-8")
 
@@ -89,7 +86,7 @@ class Remarks:
 
 
 def is_library(path: str) -> bool:
-    """Whether a file is one of an installed package or of Python, and not of this package."""
+    """Whether a file is of an installed package or of Python, and not of this package."""
     path = os.path.realpath(path)
     is_theirs = path.startswith(_PYTHON) or not _INSTALLED.isdisjoint(path.split(os.sep))
     return is_theirs and not path.startswith(_OWN)

@@ -1,7 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What all jobs do whose policy learns from its own responses: build loaders of their prompts, ask
-for rewards, train, resume.
+"""What jobs share whose policy learns from its own responses: prompts, rewards, training,
+resuming.
 """
 
 import atexit
@@ -78,7 +78,7 @@ def build_prompt_loaders(
     cfg: DictConfig, kind: str, remote: str, tokenizer: "TokenizerSpec"
 ) -> tuple[dict[str, Any], list[RLHFDataset]]:
     """The arguments of `PPOTrainer` that read the prompts of `model.data.data_prefix`, with the
-    sizes of `model.<kind>`, and the data sets. `remote` is the section of the reward servers.
+    sizes of `model.<kind>`, and the data sets. `remote`: section of the reward servers.
     """
     settings = cfg.model[kind]
     train_ds, validation_ds, _ = build_configured_datasets(
@@ -122,6 +122,7 @@ def train_on_rollouts(
     ),
 ) -> None:
     """Train `model` from where the last checkpoint stands to the end; all ranks call it.
+    `JobStopped`: after a save, at the time limit or a signal.
 
     Args:
         model: with its initial weights, adapters and reference policy.
@@ -129,9 +130,6 @@ def train_on_rollouts(
         remote: section of the servers that score the responses.
         client_class: talks to them; the trainer gets one as `client_argument`.
         load_state: `(cfg, ckpt_callback, client)` to the counters to resume from, or None.
-
-    Raises:
-        JobStopped: after a save, at the time limit or a signal.
     """
     kind = job.section
     prompts, datasets = build_prompt_loaders(cfg, kind, remote, model.tokenizer)
@@ -169,10 +167,8 @@ def train_on_rollouts(
 def connect_teachers(
     cfg: DictConfig, tokenizer: "TokenizerSpec", train_ds: RLHFDataset
 ) -> "PolicyTeachers":
-    """The teachers that `remote_teacher` names; all ranks call it.
-
-    Raises:
-        UserError: a record of the training data names no teacher, or one that there is not.
+    """The teachers of `remote_teacher`; all ranks call it. `UserError`: a record of the training
+    data names none, or an unknown one.
     """
     from nemo_aligner.servers.teachers import PolicyTeachers
 
@@ -199,13 +195,10 @@ def connect_teachers(
 
 
 def own_function(named: str | None, key: str, parameters: Sequence[str]) -> Callable | None:
-    """The function that `named` (path/to/file.py:function, of a file that exists), the value of
-    `key`, names; None without it. It is called with `parameters`; its result has the shape of the
-    first.
-
-    Raises:
-        ConfigError: there is no such function, or it cannot be called in this way; when it is
-            called: what it returns is no tensor of that shape, or has no gradient to pass on.
+    """The function `named` (path/to/file.py:function, of a file that exists), the value of `key`;
+    None without it. It is called with `parameters`; its result has the shape of the first.
+    `ConfigError`: there is no such function, it cannot be called so, or (when called) its result
+    is no tensor of that shape, or has no gradient to pass on.
     """
     if named is None:
         return None
@@ -246,18 +239,14 @@ def own_function(named: str | None, key: str, parameters: Sequence[str]) -> Call
 
 
 # ------------------------------------------------------- what gives the rewards in the job itself
-# Each kind is imported where a job has it.
 
 
 def start_score_source(
     cfg: DictConfig, kind: str, remote: str, policy: Any, prompts: Sequence[RLHFDataset]
 ) -> ScoreSource | None:
-    """What `model.<kind>.environment`, `trainer.<kind>.reward_fn` or `judge` names; None: servers
-    of this package (`remote`) give the rewards. All ranks call it. Its processes end with the job;
-    `policy` gets an environment.
-
-    Raises:
-        UserError: the code cannot be used; on all ranks.
+    """What `model.<kind>.environment`, `trainer.<kind>.reward_fn` or `judge` names, whose
+    processes end with the job; None: servers (`remote`) give the rewards. All ranks call it.
+    `policy` gets an environment. `UserError`: the code cannot be used; on all ranks.
     """
     options, section = cfg.model[kind].environment, f"model.{kind}.environment"
     if options.path is not None:
@@ -305,9 +294,7 @@ def start_score_source(
 
 def check_names(function: "RewardFunction", record: Mapping[str, Any]) -> None:
     """Refuse or warn of columns of a record that the reward does not get, as another has the name.
-
-    Raises:
-        UserError: the parameter that gets the lengths is called like a column.
+    `UserError`: the parameter that gets the lengths is called like a column.
     """
     from nemo_aligner.servers.web import TAKEN
 
@@ -391,10 +378,8 @@ def load_state_of_pair(
     rm_critic: RemoteGPTRMCriticClient | RewardsInPlaceOfCritic,
 ) -> dict[str, Any] | None:
     """Resume the actor as `exp_manager` asks, and the critic at the same step: its counters, None
-    for a fresh start; all ranks call it.
-
-    Where they have no step in common, the actor resumes alone, and the check before its first
-    rollout says what to do (`check_status`).
+    for a fresh start; all ranks call it. Where they have no step in common, the actor resumes
+    alone, and the check before its first rollout says what to do (`check_status`).
     """
     if cfg.exp_manager is None:
         return load_trainer_state(cfg, ckpt_callback)

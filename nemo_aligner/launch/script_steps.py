@@ -1,11 +1,10 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The steps and helpers that NeMo-Aligner's own scripts are made of, under its names and
-signatures.
+"""The steps and helpers of NeMo-Aligner's own scripts, under its names and signatures.
 
-Its scripts let Lightning set the model up and NeMo's `exp_manager` make the checkpoint callback.
-Here the same calls, in the same order, reach `MegatronGPTModel.setup_megatron_optimization` and
-`CheckpointCallback`. The scripts of this package do not use them: see `launch/experiment.py`.
+There Lightning sets the model up and NeMo's `exp_manager` makes the checkpoint callback; here the
+same calls reach `MegatronGPTModel.setup_megatron_optimization` and `CheckpointCallback`. The
+scripts of this package do not use them: see `launch/experiment.py`.
 """
 
 import functools
@@ -39,7 +38,6 @@ from nemo_aligner.training.schedule import (
     supervised_max_steps,
 )
 
-# What a script of NeMo-Aligner gets from `retrieve_custom_trainer_state_dict`.
 COUNTERS = (
     "step",
     "consumed_samples",
@@ -51,8 +49,8 @@ COUNTERS = (
 
 
 def init_peft(ptl_model: MegatronGPTModel, updated_cfg: DictConfig) -> None:
-    """Set up what `peft` of the section `model` asks for, without it nothing; all ranks call it.
-    `UserError`: a scheme that is not available.
+    """Set up what `peft` of the section `model` asks for; all ranks call it. `UserError`: a scheme
+    that is not available.
     """
     peft_cfg = updated_cfg.get("peft")
     scheme = None if peft_cfg is None else peft_cfg.get("peft_scheme")
@@ -77,9 +75,8 @@ def disable_data_callbacks(
 def init_using_ptl(
     ptl_trainer: Trainer, ptl_model: MegatronGPTModel, train_dataloader: Any, train_ds: Any
 ) -> None:
-    """Set the model up for training and load the checkpoint that `ptl_trainer.ckpt_path` names, if
-    any; all ranks call it, once. The length of the schedule follows from the section of `trainer`.
-
+    """Set the model up for training and load the checkpoint `ptl_trainer.ckpt_path`, if any; all
+    ranks call it, once. The length of the schedule follows from the section of `trainer`.
     `train_dataloader` and `train_ds` are global batches of a supervised job; for PPO and RS the
     dataset of prompts is read; None for a critic.
     """
@@ -95,9 +92,8 @@ def init_using_ptl(
 def _updates(
     trainer: Trainer, model: MegatronGPTModel, train_dataloader: Any, train_ds: Any
 ) -> int:
-    """Optimizer updates of the job, the horizon of its learning rate. Without its configuration (a
-    trainer that `resolve_and_create_trainer` did not make) as in NeMo: `trainer.max_steps`, or
-    `trainer.max_epochs` over the training data.
+    """Optimizer updates, the horizon of the learning rate. Without a job's configuration as in
+    NeMo: `trainer.max_steps`, or `trainer.max_epochs` over the training data.
     """
     section = getattr(trainer, "section", None)
     own = trainer.job_cfg.trainer.get(section) if section else None
@@ -129,8 +125,8 @@ def _updates(
 
 
 def _refuse_keys_of_own_script(rollout: DictConfig, settings: DictConfig) -> None:
-    """Raise `ConfigError` for keys that NeMo-Aligner's PPO script does not hand to the trainer, or
-    that need another client than it builds.
+    """`ConfigError`: keys that NeMo-Aligner's PPO script cannot hand on, or that need another
+    client.
     """
     estimator = ADVANTAGE_ESTIMATORS[settings.advantage_estimator]
     used = {
@@ -151,9 +147,7 @@ def _refuse_keys_of_own_script(rollout: DictConfig, settings: DictConfig) -> Non
 def extract_optimizer_scheduler_from_ptl_model(
     ptl_model: MegatronGPTModel,
 ) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
-    """Optimizer and learning-rate schedule of a model; `UserError`: it is not set up for
-    training.
-    """
+    """Of a model; `UserError`: it is not set up for training."""
     if ptl_model._optimizer is None or ptl_model._scheduler is None:
         raise UserError(
             f"{type(ptl_model).__name__} has no optimizer yet; call init_using_ptl, or "
@@ -190,9 +184,7 @@ class FakeCheckpointCallback:
 def add_custom_checkpoint_callback(
     ptl_trainer: Trainer, ptl_model: MegatronGPTModel
 ) -> CheckpointCallback | FakeCheckpointCallback:
-    """What writes the checkpoints of the job, in the form of this package and to the folder of
-    NeMo's own callback, which `exp_manager` gave to the trainer.
-    """
+    """Writes checkpoints in the form of this package to the folder of NeMo's own callback."""
     callback = nemo_checkpoint_callback(ptl_trainer)
     if callback is None:
         return FakeCheckpointCallback()
@@ -217,14 +209,14 @@ def custom_save_ckpt_func(
     save_top_only: bool = False,
 ) -> None:
     """`self.custom_save(...)`, by NeMo-Aligner's function; all ranks call it. `save_top_only` has
-    no effect: `self` also keeps the last two checkpoints.
+    no effect.
     """
     self.custom_save(monitor_candidates, is_train_end=is_train_end)
 
 
 def retrieve_custom_trainer_state_dict(ptl_trainer: Trainer) -> dict[str, int] | None:
-    """Counters of the checkpoint that `ptl_trainer.ckpt_path` names, for the trainer's
-    `load_state_dict`; None without one. `UserError`: it is no complete checkpoint of this package.
+    """Counters of the checkpoint `ptl_trainer.ckpt_path`, for the trainer's `load_state_dict`;
+    None without one. `UserError`: it is no complete checkpoint of this package.
     """
     path = ptl_trainer.ckpt_path
     if path is None:
@@ -257,9 +249,7 @@ def temp_pop_from_config(cfg: DictConfig, name_to_temporarily_remove: str) -> It
 
 def set_autocast_gpu_dtype(precision: int | str) -> None:
     """Set the dtype of `torch.autocast` on a GPU: 16 is float16, "bf16" bfloat16; others change
-    nothing.
-
-    The models here do not use autocast: `model.precision` sets the dtype of their weights.
+    nothing. The models here do not use autocast: `model.precision` sets their dtype.
     """
     dtype = {16: torch.float16, "bf16": torch.bfloat16}.get(precision)
     if dtype is not None:
@@ -313,30 +303,24 @@ def configure_batch_sizes(mbs: int, gbs: int, dp: int = 1) -> None:
 
 
 class InferenceMetricsHandler:
-    """Several metrics by name, called together.
-
-    A metric has `update(batch, generation_output)`, `compute() -> float` and `reset()`.
-
-    `metrics_config`: from name to what Hydra makes the metric of (`_target_`, ...), or None.
+    """Several metrics by name, each with `update(batch, generation_output)`, `compute() -> float`
+    and `reset()`. `metrics_config`: from name to what Hydra makes the metric of (`_target_`, ...),
+    or None.
     """
 
     def __init__(self, metrics_config: DictConfig | dict[str, Any] | None) -> None:
         self.metrics: Mapping[str, Any] = hydra.utils.instantiate(metrics_config or {})
 
     def has_metrics(self) -> bool:
-        """Whether there is one."""
         return len(self.metrics) > 0
 
     def update(self, batch: Mapping[str, Any], generation_output: Mapping[str, Any]) -> None:
-        """Give every metric a batch and what the model generated for it."""
         for metric in self.metrics.values():
             metric.update(batch, generation_output)
 
     def compute(self) -> dict[str, float]:
-        """The value of every metric."""
         return {name: metric.compute() for name, metric in self.metrics.items()}
 
     def reset(self) -> None:
-        """Start every metric anew."""
         for metric in self.metrics.values():
             metric.reset()

@@ -1,7 +1,8 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What a job does before its heavy imports, and around them, and whether the installed packages
-are those that this project runs with. Imports no package."""
+"""What a job does before and around its heavy imports, and whether the installed packages are
+those that this project runs with. Imports no package.
+"""
 
 import contextlib
 import functools
@@ -18,11 +19,9 @@ from nemo_aligner.parallel.environment import is_rank_zero
 
 @contextlib.contextmanager
 def long_imports() -> Iterator[None]:
-    """Inside, no garbage is collected; objects that are there at the end stay out of collections.
-
-    The packages of a job make a million objects that live as long as the process. To look at all
-    of them takes a fifth of the time of the imports, and later a quarter of a second per
-    collection.
+    """Inside, no garbage is collected; objects that are there at the end stay out of collections:
+    the packages make a million that live as long as the process, which cost a fifth of the imports
+    and a quarter of a second per collection.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -35,10 +34,9 @@ def long_imports() -> Iterator[None]:
 
 
 def share_cores(devices: Any, jobs: int = 1, env: MutableMapping[str, str] | None = None) -> None:
-    """Set the number of CPU threads of this process, OMP_NUM_THREADS, unless the user has set it:
-    ranks of one machine (`devices`, or those of torchrun and mpirun), and `jobs` beside each
-    other, divide its cores. Call it before torch is imported; processes that this one starts
-    inherit it.
+    """Set OMP_NUM_THREADS unless the user has: ranks of one machine (`devices`, or those of
+    torchrun and mpirun), and `jobs` beside each other, divide its cores. Call it before torch is
+    imported; child processes inherit it.
     """
     env = os.environ if env is None else env
     if env.get("OMP_NUM_THREADS"):
@@ -68,9 +66,8 @@ DISTRIBUTION = "nemo-aligner-mcore"
 
 
 def unsupported() -> dict[str, str]:
-    """What the packages of this environment violate of `setup.py`: each requirement, and what is
-    there instead. Empty without an installed `nemo-aligner-mcore`, whose metadata hold the
-    requirements.
+    """Each requirement of `setup.py` that the environment violates, and what is there instead.
+    Empty without an installed `nemo-aligner-mcore`, whose metadata hold the requirements.
     """
     # Here: whoever looks for missing packages (nemo_aligner/doctor/) imports this module.
     from packaging.requirements import Requirement
@@ -114,9 +111,7 @@ def versions() -> dict[str, str]:
 
 @functools.cache
 def warn_of_unsupported_versions() -> None:
-    """Rank 0 says on stderr, in one line, which packages are not those that this project was
-    tested with.
-    """
+    """Rank 0 says on stderr, in one line, which packages this project was not tested with."""
     wrong = unsupported()
     if wrong and is_rank_zero():
         needs = "; ".join(f"{wanted} ({there})" for wanted, there in wrong.items())

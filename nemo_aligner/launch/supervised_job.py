@@ -29,7 +29,7 @@ from nemo_aligner.training.schedule import supervised_max_steps
 
 
 class Loaders(NamedTuple):
-    """Each yields this rank's share of global batches; there may be no validation or test data."""
+    """Each yields this rank's share of global batches."""
 
     train: DataLoader[Any]
     validation: Mapping[str, DataLoader[Any]]
@@ -107,10 +107,9 @@ def train_on_preferences(
 
 
 def build_preference_dataloaders(cfg: DictConfig, kind: str, model: Any) -> Loaders:
-    """`build_dataloaders` for DPO or KTO, by its `kind`, whose reference policy is `model`, a
-    `ReferencePolicyMixin`, with its present weights. With `ref_log_probs_dir` the batches have its
-    log-probs; without, `model` keeps a copy of its weights. All ranks call it, before a checkpoint
-    is resumed.
+    """`build_dataloaders` for DPO or KTO (`kind`), with `model`, a `ReferencePolicyMixin`, at its
+    present weights as reference. With `ref_log_probs_dir` the batches have its log-probs; without,
+    `model` keeps a copy of its weights. All ranks call it, before a checkpoint is resumed.
     """
     build = datasets_of_job(f"gpt_{kind}", cfg.model)
     root = cfg.model[kind].ref_log_probs_dir
@@ -145,9 +144,9 @@ def build_sft_loaders(
     tokenizer: Tokenizer,
     collate_fn: Callable[..., Any] | None = None,
 ) -> Loaders:
-    """Loaders of the data sets of `model.data.train_ds` and `model.data.validation_ds`; without
-    files the second has none. `build` makes a data set of (section, tokenizer); `collate_fn` is of
-    the training data, in place of its own.
+    """Loaders of `model.data.train_ds` and `model.data.validation_ds`; without files the second
+    has none. `build` makes a data set of (section, tokenizer); `collate_fn` is of the training
+    data, in place of its own.
     """
     train, validation = cfg.model.data.train_ds, cfg.model.data.validation_ds
     dataset = build(train, tokenizer)
@@ -167,10 +166,8 @@ def train_supervised(
     trainer_class: Callable[..., SupervisedTrainer] = SupervisedTrainer,
 ) -> SupervisedTrainer:
     """Train `model` (with its initial weights, adapters and reference policy) from where the last
-    checkpoint stands to the end; returns the trainer. All ranks call it.
-
-    Raises:
-        JobStopped: after a save, at the time limit or a signal.
+    checkpoint stands to the end; all ranks call it. `JobStopped`: after a save, at the time limit
+    or a signal.
     """
     settings = cfg.trainer[job.section]
     max_steps = supervised_max_steps(settings, loaders.train)

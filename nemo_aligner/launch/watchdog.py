@@ -3,11 +3,10 @@
 """Ends a job whose ranks hang, so that its launcher can start it again.
 
 * A rank that is stopped is killed by the process beside it, after half of the time, and one that
-  does not run for another reason after one and a half (`watchdog_process.py`). That is so from the
-  start to the end of the job.
+  does not run for another reason after one and a half (`watchdog_process.py`).
 * Where progress is expected (in the steps of training, and while a server serves), and no rank
-  makes any for the whole time, all ranks end with `LOST_PEER`. The lowest of them says which rank
-  stands where. A rank that waits for a slow one never raises an alarm: the progress of all counts.
+  makes any for the whole time, all ranks end with `LOST_PEER`. The lowest says which rank stands
+  where. A rank that waits for a slow one raises no alarm: the progress of all counts.
 
 Only seconds in which the watchdog itself runs are counted, so neither a machine that sleeps nor a
 job that is stopped as a whole raises an alarm.
@@ -140,8 +139,8 @@ class Watchdog:
         endings.end_at_once(ExitCode.LOST_PEER)
 
     def _wait_until_said(self, first: int) -> None:
-        """Wait until rank `first` has printed what hangs. If another rank ended sooner, the
-        collective in which that one stands would fail, and it would end with this error instead.
+        """Wait until rank `first` has printed what hangs: if another ended sooner, the collective
+        in which that one stands would fail with another error.
         """
         with contextlib.suppress(RuntimeError):  # the store has ended with rank 0
             if self.rank == first:
@@ -184,7 +183,7 @@ _watchdogs: list[Watchdog] = []
 
 
 def watch(timeout_s: float | None, rank: int = 0, size: int = 1) -> None:
-    """Have this process watched from now on, once; every rank of the job calls it. `timeout_s` is
+    """Have this process watched, once; every rank of the job calls it. `timeout_s` is
     `trainer.hang_timeout_s`; None or 0: it is not watched.
     """
     if timeout_s and not _watchdogs:

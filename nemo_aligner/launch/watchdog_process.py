@@ -25,7 +25,7 @@ NOT_STOPPED = "native code keeps its threads from running, or a device its calls
 def main(pid: int, name: str, timeout_s: float, ending_file: str) -> None:
     """Watch the parent `pid` until it ends. It may be stopped for `timeout_s`, in seconds that
     this process runs (Ctrl-Z stops both), and silent for another reason `WITHOUT_STOP` times as
-    long. `ending_file` is the `ending.json` that it would write; empty if it writes none.
+    long. `ending_file` is its `ending.json`; empty if it writes none.
     """
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)  # to the process group: they ask the rank
@@ -56,7 +56,6 @@ def main(pid: int, name: str, timeout_s: float, ending_file: str) -> None:
 
 
 def _state(pid: int) -> str:
-    """The letter of the state of a process; empty where the system has none."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             return file.read().rpartition(")")[2].split()[0]

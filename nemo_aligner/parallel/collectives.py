@@ -2,11 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Communication of tensors and metrics between ranks, for NCCL and gloo alike.
 
-Rules of this module: every function is a no-op for a group of one rank and for a process without a
-process group. Tensors go to the device of the process and are made contiguous first, because gloo
-silently delivers others wrong; integers travel as integers. Unless a docstring says otherwise,
-every rank of the group must call, with the same arguments but for the tensor. `src` and `dst` are
-global ranks. `group=None` means all ranks.
+Every function is a no-op for a group of one rank and without a process group. Tensors go to the
+device of the process and are made contiguous first, because gloo silently delivers others wrong.
+Unless a docstring says otherwise, every rank of the group must call, with the same arguments but
+for the tensor. `src` and `dst` are global ranks; `group=None` means all ranks.
 """
 
 import warnings
@@ -43,8 +42,8 @@ def _wire(tensor: Tensor) -> Tensor:
 
 
 def rebalance_nd_tensor(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Concatenate the tensors of all ranks, [n, ...] with n >= 0 of any size, along dimension 0,
-    in rank order, on every rank. `ValueError` on all ranks: the other sizes differ.
+    """The tensors [n, ...] of all ranks, n >= 0 of any size, joined along dimension 0 in rank
+    order, on every rank. `ValueError` on all ranks: the other sizes differ.
     """
     if not _several_ranks(group):
         return tensor
@@ -73,9 +72,7 @@ def _own(tensor: Tensor | None, dtype: torch.dtype | None) -> Tensor:
 def broadcast_tensor(
     tensor: Tensor | None, src: int, group: ProcessGroup | None, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Return the tensor of rank `src` on every rank; only `src` needs to know its shape, elsewhere
-    it may be None.
-    """
+    """The tensor of rank `src` on every rank; elsewhere it may be None."""
     if not _several_ranks(group):
         return _own(tensor, dtype)
     if dist.get_rank() == src:
@@ -142,7 +139,6 @@ def gather_tensor(
 
 
 def gathered(mine: Any, group: ProcessGroup | None = None) -> list[Any]:
-    """`mine` of every rank, in their order, on every rank; all ranks of `group` call it."""
     if not _several_ranks(group):
         return [mine]
     found = [None] * dist.get_world_size(group)
@@ -158,7 +154,7 @@ def run_if_model_parallel_src(fn: Callable[P, T], *args: P.args, **kwargs: P.kwa
 
 
 def on_rank_zero(function: Callable[[], T], group: ProcessGroup | None = None) -> T:
-    """What `function` returns on rank 0 of `group`, or its `UserError`, on all, which call it."""
+    """The result of `function` on rank 0 of `group`, or its `UserError`, on all, which call it."""
     if not _several_ranks(group):
         return function()
     outcome: list[Any] = [None, None]
@@ -186,7 +182,7 @@ def all_reduce(
 
 
 def largest(number: int, group: ProcessGroup | None = None) -> int:
-    """The largest `number` of the ranks of `group`, which all call it."""
+    """The largest of the ranks of `group`, which all call it."""
     on_device = torch.tensor([number], dtype=torch.int64, device=get_device())
     return int(all_reduce(on_device, group, dist.ReduceOp.MAX))
 
@@ -199,9 +195,8 @@ def sum_over_dp(tensor: Tensor) -> Tensor:
 def masked_global_mean_var(
     values: Tensor, mask: Tensor, group: ProcessGroup | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Mean and variance (not Bessel-corrected) over the masked slots of all ranks of `group`: two
-    float32 scalars on the process's device; 0 if no slot counts anywhere. Slots outside the mask
-    may hold NaN.
+    """Mean and variance (not Bessel-corrected) over the masked slots of all ranks of `group`:
+    float32 scalars, 0 if no slot counts anywhere. Slots outside the mask may hold NaN.
     """
     on_device = (values.to(get_device()), mask.to(get_device()))
     mean, var = masked_mean_var(*on_device, lambda sums: all_reduce(sums, group))
@@ -238,7 +233,7 @@ def get_global_set(local_data_ids: set[Any]) -> set[Any]:
 
 
 def pad_list(tensor_list: list[Tensor], pad_value: float) -> list[Tensor]:
-    """Right-pad the last dimension of every tensor with `pad_value` to the longest one's."""
+    """Right-pad the last dimensions with `pad_value` to the longest one."""
     width = max(tensor.shape[-1] for tensor in tensor_list)
     return [
         torch.nn.functional.pad(tensor, (0, width - tensor.shape[-1]), value=pad_value)
@@ -252,9 +247,8 @@ def pad_tensors_to_max_global_seq_len(
     group: ProcessGroup | None,
     sequence_length_to_pad_to: int | None = None,
 ) -> Tensor:
-    """Stack 1-D tensors of different lengths, at least one, right-padded to the longest on any
-    rank, and at least to `sequence_length_to_pad_to` (longer tensors are kept whole, with a
-    warning): [len(list), width], the same width on every rank.
+    """Stack 1-D tensors, at least one, right-padded to the longest on any rank and at least to
+    `sequence_length_to_pad_to` (a longer tensor gives a warning): [len(list), width].
     """
     local = torch.stack(pad_list(list_of_tensors, pad_value))
     width = largest(local.shape[-1], group)
@@ -270,6 +264,7 @@ def run_distributed_inference(
     inputs: Mapping[str, Any] | None = None, infer_fn: Callable[..., Any] | None = None
 ) -> np.ndarray | tuple[np.ndarray, np.ndarray]:
     """Score a batch that rank 0 holds on all data-parallel ranks; every rank of the job calls it.
+    Returns N scores, or (rewards [N], values [N, S]), on every rank.
 
     Args:
         inputs: on rank 0, `inputs` int64 [N, S] and `sequence_length` [N] or [N, 1] (arrays or
@@ -277,9 +272,6 @@ def run_distributed_inference(
             share.
         infer_fn: called as `infer_fn(inputs=(tokens, lengths))` with this rank's samples; returns
             a tensor, or (rewards, values).
-
-    Returns:
-        An array of N scores, or (rewards [N], values [N, S]), on every rank.
     """
     if infer_fn is None:
         raise ValueError("run_distributed_inference needs infer_fn")

@@ -3,9 +3,8 @@
 """Sequences split over the context-parallel ranks: split them, gather them, and their gradients.
 
 The sequence is cut into 2*CP equal chunks; rank r holds chunks r and 2*CP-1-r, in this order: its
-*share*. With a causal mask early positions cost less than late ones, so every rank gets some of
-both. Megatron Core (`get_batch_on_this_cp_rank`) and Transformer Engine use the same layout, and
-their rotary embeddings and causal masks expect it.
+*share*, with cheap early and expensive late positions of a causal mask. Megatron Core
+(`get_batch_on_this_cp_rank`) and Transformer Engine use and expect the same layout.
 
     S = 8, CP = 2: rank 0 holds positions 0 1 6 7, rank 1 holds 2 3 4 5
 
@@ -31,8 +30,8 @@ def width_multiple() -> int:
 
 
 def take_share(x: Tensor, dim: int) -> Tensor:
-    """This rank's positions of `x` `[.., S, ..]` along `dim`: `[.., S/CP, ..]`, any dtype; S must
-    be a multiple of 2*CP (`ValueError`).
+    """This rank's positions of `x` `[.., S, ..]` along `dim`: `[.., S/CP, ..]`, any dtype;
+    `ValueError`: S is no multiple of 2*CP.
     """
     size = parallel_state.get_context_parallel_world_size()
     if size == 1:
@@ -51,12 +50,10 @@ def _share(chunks: Sequence[Tensor], rank: int, dim: int) -> Tensor:
 
 
 def gather_shares(x: Tensor, dim: int, sum_gradients: bool = False) -> Tensor:
-    """Invert `take_share`: join the shares `[.., S/CP, ..]` of all ranks, of a dtype that the
-    backend carries (not bool), to `[.., S, ..]` on every rank.
-
-    `sum_gradients` says what the backward pass does. False: every rank computes the *same* loss
-    from the result, so this rank's part of the gradient is complete. True: the ranks compute
-    different things from it (attention of their own queries), so the gradients are summed over
+    """Join the shares `[.., S/CP, ..]` of all ranks, of a dtype that the backend carries (not
+    bool), to `[.., S, ..]` on every rank. `sum_gradients` False: every rank computes the *same*
+    loss from the result, so this rank's part of the gradient is complete. True: they compute
+    different things (attention of their own queries), so the backward pass sums the gradients over
     the ranks, a collective.
     """
     if parallel_state.get_context_parallel_world_size() == 1:

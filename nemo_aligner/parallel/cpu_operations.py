@@ -1,14 +1,12 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
 """Operations that are faster on CPUs than PyTorch's: matrix products by oneDNN, and parts of a
-transformer layer with a gradient of their own, which PyTorch composes of several passes over
-memory, each way. On a GPU Transformer Engine has kernels for the latter.
+transformer layer with a gradient of their own, for which Transformer Engine has kernels on a GPU.
 
 PyTorch gives float32 products to Intel's MKL, which keeps its AVX-512 kernels for Intel's CPUs: on
-an AMD EPYC with AVX-512 oneDNN, which every PyTorch for x86 contains too, needs half the time. On
-one without it MKL's kernels are the faster ones, and only packed weights are read faster by
-oneDNN. PyTorch has no setting for it. The kind of CPU decides and not a measurement, so that a
-resumed job computes the same bits.
+an AMD EPYC with AVX-512 oneDNN needs half the time; without AVX-512 it is faster only with packed
+weights. The kind of CPU decides and not a measurement, so that a resumed job computes the same
+bits.
 """
 
 import functools
@@ -36,14 +34,13 @@ def vendor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 
 
 def has_avx512() -> bool:
-    """Whether PyTorch may use AVX-512 on this machine's CPU."""
     return torch.backends.cpu.get_cpu_capability().startswith("AVX512")
 
 
 @functools.cache
 def onednn_packs(dtype: torch.dtype) -> bool:
     """Whether oneDNN multiplies by packed weights of `dtype` faster than PyTorch by others:
-    float32 beside MKL on CPUs that are not Intel's, bfloat16 where it has kernels.
+    float32 on CPUs that are not Intel's, bfloat16 where it has kernels.
     """
     if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, _PRODUCT):
         return False
@@ -59,9 +56,8 @@ _NO_ACTIVATION: tuple = ("none", [], "")
 
 def packed_linear(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
     """`x` -> `x @ weight.T + bias` with a copy of `weight` `[out, in]` in the order that is read
-    fastest; without gradients, and later changes of `weight` are not seen. That is oneDNN's own
-    where `onednn_packs` the dtype. MKL is given a float32 weight by its columns, which costs less
-    while x has few rows, and no more when it has hundreds.
+    fastest; without gradients. The order is oneDNN's own where `onednn_packs` the dtype, else by
+    columns, which costs less while x has few rows.
     """
     weight = weight.detach()
     if onednn_packs(weight.dtype):
@@ -93,9 +89,8 @@ def _mm(a: Tensor, b: Tensor) -> Tensor:
 
 @functools.cache
 def take_products_from_mkl() -> torch.library.Library | None:
-    """Give this process's large float32 matrix products to oneDNN, where that is faster: all that
-    PyTorch makes of `torch.mm`, thus linear layers and both gradients. Returns the registration,
-    None without one.
+    """Give this process's large float32 products (all of `torch.mm`: linear layers and both
+    gradients) to oneDNN, where that is faster. Returns the registration, None without one.
     """
     if not (onednn_packs(torch.float32) and has_avx512()):
         return None
@@ -130,8 +125,7 @@ class _SwiGLU(torch.autograd.Function):
 
 def swiglu(both: Tensor) -> Tensor:
     """`silu(gate) * up` for the halves gate and up `[..., f]` of `both` `[..., 2f]`, in the bits
-    of separate operations; the gradients of both halves are written where they lie, not joined
-    afterwards.
+    of separate operations; the gradients of both halves are written where they lie.
     """
     return _SwiGLU.apply(both)
 
@@ -182,8 +176,8 @@ class _Rotation(torch.autograd.Function):
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, first_sin: Tensor) -> Tensor:
-    """`x * cos`, to whose first half the second half of x times `first_sin` is added, and to whose
-    second half the first one times `sin`; columns of x beyond those of `cos` stay.
+    """`x * cos`, plus in its first half the second half of x times `first_sin`, and in its second
+    half the first one times `sin`; columns of x beyond those of `cos` stay.
     """
     width = cos.size(-1)
     half = width // 2
@@ -206,9 +200,8 @@ def apply_rotary(
     **latent: Any,
 ) -> Tensor:
     """`megatron.core...rope_utils._apply_rotary_pos_emb_bshd` of `t` `[s, ..., d]` and float32
-    angles `[s, ..., r]`, r <= d: columns beyond stay as they are. `original` is that function,
-    which computes the forms that have no place here, such as those of multi-latent attention
-    (`latent`).
+    angles `[s, ..., r]`, r <= d: columns beyond stay. `original` is that function, which computes
+    other forms, such as those of multi-latent attention (`latent`).
     """
     if rotary_interleaved or any(latent.values()):
         return original(t, freqs, rotary_interleaved, mscale=mscale, **latent)

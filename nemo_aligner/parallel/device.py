@@ -17,7 +17,7 @@ from nemo_aligner.core.tensors import apply_func_to_dict, move_to_device_if_tens
 
 
 def get_device() -> torch.device:
-    """The device of this process: the current CUDA device, or the CPU where there is none."""
+    """The current CUDA device, or the CPU where there is none."""
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
@@ -36,12 +36,10 @@ _LARGEST_KEPT = 1 << 30  # bytes
 
 @functools.cache
 def keep_freed_memory() -> None:
-    """Let this process reuse the memory of freed tensors; with CUDA do nothing.
-
-    The C library gives large blocks back to the system when they are freed, and every tensor of a
-    pass then costs the system zeroed pages: a quarter of the time of log-probs. Afterwards, blocks
-    of up to 1 GiB stay with the process, whose resident memory keeps the size of its peak. Other
-    C libraries, and a user's own choice by the environment, are left alone.
+    """Let this process reuse the memory of freed tensors; with CUDA do nothing. The C library
+    returns large freed blocks to the system, and zeroed pages for new ones cost a quarter of the
+    time of log-probs. Afterwards, blocks of up to 1 GiB stay with the process. Other C libraries,
+    and a user's own choice by the environment, are left alone.
     """
     if torch.cuda.is_available() or any(name in os.environ for name in _USERS_CHOICE):
         return
@@ -52,7 +50,6 @@ def keep_freed_memory() -> None:
 
 
 def cuda_dict(dictionary: Mapping[str, Any]) -> dict[str, Any]:
-    """`dictionary` with its tensors on `get_device()`."""
     return apply_func_to_dict(
         lambda item: move_to_device_if_tensor(get_device(), item), dictionary
     )

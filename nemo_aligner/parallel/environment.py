@@ -22,9 +22,8 @@ def is_rank_zero() -> bool:
 
 
 def adopt_mpi_ranks(env: MutableMapping[str, str]) -> None:
-    """In a process that Open MPI's `mpirun` started, set in `env` what torchrun would have set;
-    elsewhere do nothing. `ConfigError`: there are several nodes, whose processes need MASTER_ADDR
-    and MASTER_PORT from the user.
+    """In a process of Open MPI's `mpirun`, set in `env` what torchrun would have set; elsewhere do
+    nothing. `ConfigError`: several nodes without MASTER_ADDR and MASTER_PORT.
     """
     if "RANK" in env or "OMPI_COMM_WORLD_RANK" not in env:
         return
@@ -47,6 +46,6 @@ def adopt_mpi_ranks(env: MutableMapping[str, str]) -> None:
 
 
 def has_mpi_ranks(env: Mapping[str, str]) -> bool:
-    """Whether `adopt_mpi_ranks` has set the ranks in `env`, and no torchrun below mpirun."""
+    """Whether `env` has ranks by `adopt_mpi_ranks`, and of no torchrun below mpirun."""
     adopted = env.get("RANK") is not None and env.get("RANK") == env.get("OMPI_COMM_WORLD_RANK")
     return adopted and "TORCHELASTIC_RUN_ID" not in env

@@ -6,10 +6,8 @@ Five lists, of which `TOUCHED` is the whole:
 
 * `REMAPPED_CONSTANTS` and `REPLACED` are changed for the whole process, and only without CUDA,
   where Megatron Core names the device "cuda" and means "the device of this process".
-  `adapt_megatron_core()` applies them; its one caller is `parallel_state.initialize()`, which runs
-  before any model is built. So the order of imports does not matter.
-* `REPLACED_FOR_NATIVE_ADAM` are changed for the whole process, with CUDA too, where Megatron Core
-  trains with PyTorch's Adam, because neither Transformer Engine nor apex is installed.
+* `REPLACED_FOR_NATIVE_ADAM` are changed for the whole process, with CUDA too, where neither
+  Transformer Engine nor apex is installed and Megatron Core trains with PyTorch's Adam.
 * `SWITCHED` are changed on single objects or for the duration of a `with` block, with CUDA too.
 * `PRIVATE` are private names that subclasses of ours override, or that our code calls or reads.
 
@@ -35,8 +33,7 @@ from torch.distributed import ProcessGroup
 
 from nemo_aligner.parallel.cpu_operations import apply_rotary
 
-# The first release that has a name, and the first that does without: it is gone, or not touched
-# any more. The other names are in all supported releases.
+# The first release that has a name, and the first that has it no more or where it is not touched.
 SINCE = {
     "megatron.core.optimizer.optimizer:MegatronOptimizer.has_grad_norm_group": "0.19",
     "megatron.core.transformer.moe.moe_logging:destroy_moe_metrics_tracker": "0.19",
@@ -46,8 +43,6 @@ _RELEASE = Version(Version(megatron.core.__version__).base_version)  # 0.19.0 fo
 
 
 class Touched(NamedTuple):
-    """One name of Megatron Core (or of what it is built on) and why it is touched."""
-
     module: str
     name: str
     reason: str
@@ -156,8 +151,7 @@ def _loading_with_own_steps(load_state_dict: Callable[..., None]) -> Callable[..
 
 _ADAPT = "megatron_adaptation.adapt_megatron_core"
 
-# The constants of these functions say "cuda" or name CUDA's types of tensors; they are rewritten
-# to those of the CPU.
+# The constants of these functions that say "cuda" or name CUDA's types become those of the CPU.
 REMAPPED_CONSTANTS = _touched(
     _ADAPT,
     "allocates on 'cuda', or sorts parameters by the type name 'torch.cuda.…Tensor'",
@@ -196,7 +190,6 @@ _EMBEDDINGS = "megatron.core.models.common.embeddings"
 _DISPATCHER = "megatron.core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher"
 _RNG = "random-number tracker of tensor parallelism"
 
-# Replaced by a CPU counterpart.
 REPLACED = [
     *_replaced(
         "Megatron Core allocates on the 'current device' everywhere",
@@ -283,7 +276,6 @@ REPLACED_FOR_NATIVE_ADAM = [
 _DECODING = "megatron_switches.decoding_mode"
 _LAYERS = "models/nlp/gpt/megatron_layers.py"
 
-# Changed on single objects.
 SWITCHED = [
     *_touched(
         _DECODING,
@@ -373,7 +365,6 @@ SWITCHED = [
     ),
 ]
 
-# Private names that are overridden, called or read.
 PRIVATE = [
     *_touched(
         "checkpoint/data_only.py",
@@ -423,7 +414,7 @@ def _sets_in_constructor(owner: object, name: str) -> bool:
 
 def resolve(module_name: str, dotted: str) -> tuple[Any, str, Any]:
     """(owner, attribute name, value) of `dotted` in a module; None for an instance's.
-    `ImportError`, which names it: the installed release does not have it.
+    `ImportError`: the installed release does not have it.
     """
     try:
         owner = importlib.import_module(module_name)
@@ -458,10 +449,10 @@ def _cpu_constant(constant: Any) -> Any:
 
 @functools.cache
 def adapt_megatron_core() -> None:
-    """Check the names that are touched, and make Megatron Core usable in a process without CUDA,
-    and its distributed optimizer usable with PyTorch's Adam. `parallel_state.initialize()` calls
-    it, and nothing else needs to. `ImportError`: the installed megatron-core, or Transformer
-    Engine where it is installed, lacks a listed name, which the message has.
+    """Check the names that are touched, and make Megatron Core usable without CUDA, and its
+    distributed optimizer with PyTorch's Adam. `parallel_state.initialize()` calls it before any
+    model is built, and nothing else needs to. `ImportError`: the installed megatron-core or
+    Transformer Engine lacks a listed name.
     """
     for touched in TOUCHED:
         if importlib.util.find_spec(touched.module.split(".")[0]) is not None:

@@ -3,9 +3,8 @@
 """Settings of Megatron Core's objects for the duration of a `with` block, and what differs between
 the releases that this project runs with: 0.16 on Python 3.10 and 3.11, 0.19 on 3.12.
 
-`megatron_adaptation.SWITCHED` lists what is touched. What depends on the release looks at what is
-there rather than at the version, and says which release has what; `docs/architecture.md` says how
-to move to the next release.
+`megatron_adaptation.SWITCHED` lists what is touched. Code looks at what is there rather than at
+the version; `docs/architecture.md` says how to move to the next release.
 """
 
 import contextlib
@@ -25,7 +24,7 @@ from torch import Tensor
 
 
 def parts_of(builder: Any) -> Any:
-    """The submodules that a layer's specification has for one of its modules."""
+    """The submodules in the specification of a layer's module."""
     if isinstance(builder, functools.partial):  # 0.19
         return builder.keywords["submodules"]
     return builder.submodules  # 0.16: a `ModuleSpec`
@@ -61,7 +60,7 @@ _OF_CLASS = object()
 
 @contextlib.contextmanager
 def changed(changes: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
-    """Inside, attributes have other values: (owner, name, value) each."""
+    """Inside, attributes have other values: each (owner, name, value)."""
     changes = list(changes)
     before = [(owner, name, vars(owner).get(name, _OF_CLASS)) for owner, name, _ in changes]
     for owner, name, value in changes:
@@ -78,8 +77,8 @@ def changed(changes: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def decoding_mode(model: list[torch.nn.Module]) -> Iterator[None]:
-    """Put the chunks of a model in evaluation mode, with sequences not split over TP or CP ranks:
-    Megatron Core's own modules, and Transformer Engine's attention.
+    """Chunks in evaluation mode, with sequences not split over TP or CP ranks: Megatron Core's own
+    modules, and Transformer Engine's attention.
     """
     names = ("sequence_parallel", "scatter_to_sequence_parallel", "reduce_scatter_embeddings")
     modules: list[Any] = [module for chunk in model for module in chunk.modules()]
@@ -121,16 +120,15 @@ def decoding_mode(model: list[torch.nn.Module]) -> Iterator[None]:
 
 
 def shapes_exchanged(config: TransformerConfig, wanted: bool) -> AbstractContextManager[None]:
-    """If `wanted`, let pipeline stages tell each other the shape of every tensor that they send:
-    micro-batches may then differ in width and in number of samples.
+    """If `wanted`, pipeline stages tell each other the shape of every tensor: micro-batches may
+    then differ in width and number of samples.
     """
     return changed([(config, "variable_seq_lengths", wanted)])
 
 
 def all_weights_named(optimizers: list[MegatronOptimizer]) -> AbstractContextManager[None]:
     """Let the optimizer of a bf16 model name its float32 weights (a head) in a checkpoint too:
-    Megatron Core numbers the bf16 weights alone, and would take the state of one weight for that
-    of another.
+    Megatron Core numbers the bf16 weights alone and would confuse the states of two weights.
     """
 
     def groups(part: Any) -> list[list[Any]]:
@@ -143,9 +141,9 @@ def all_weights_named(optimizers: list[MegatronOptimizer]) -> AbstractContextMan
 
 def places_without_padding(optimizers: list[MegatronOptimizer]) -> AbstractContextManager[None]:
     """Let distributed optimizers find the state of each weight where they gather it for a
-    checkpoint. Megatron Core leaves out the padding between buckets when it gathers, but not when
-    it looks for a weight: behind padding it would save the state of other weights. Buckets are
-    several with `overlap_grad_sync`, and in pipelines with tied embeddings.
+    checkpoint. Megatron Core leaves out the padding between buckets only when it gathers: behind
+    padding it would save the state of other weights. There are several buckets with
+    `overlap_grad_sync`, and in pipelines with tied embeddings.
     """
 
     def places(buffer: Any) -> dict[Any, tuple[int, int, int]]:
@@ -164,8 +162,8 @@ def places_without_padding(optimizers: list[MegatronOptimizer]) -> AbstractConte
 
 
 def groups_in_order(optimizers: list[MegatronOptimizer]) -> AbstractContextManager[None]:
-    """Load parameter groups in the order in which they are given: Megatron Core matches them by
-    settings, which two groups of different dtype may share.
+    """Load parameter groups in the order given: Megatron Core matches them by settings, which two
+    groups of different dtype may share.
     """
     return changed(
         (part, "_filter_and_reorder_param_groups", lambda _own, given: given)

@@ -1,9 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks, sizes and groups: a thin layer over `megatron.core.parallel_state`.
-
-Without an initialised process group every function returns what holds for a single process (rank
-0, size 1, group None), so trainers and math can run in a plain Python process.
+"""Ranks, sizes and groups: a thin layer over `megatron.core.parallel_state`. Without a process
+group every function returns what holds for a single process (rank 0, size 1, group None).
 """
 
 import os
@@ -54,8 +52,7 @@ def initialize(
 ) -> None:
     """Adapt Megatron Core and PyTorch, create the process groups and seed Megatron Core's
     random-number tracker. Every rank calls it once, before it builds a model. A process without
-    `torch.distributed` becomes a world of its own (size 1, through an in-process store: no port).
-
+    `torch.distributed` becomes a world of its own (through an in-process store: no port).
     `ConfigError`: TP x PP x CP does not divide the number of ranks, or EP does not divide the
     ranks that share a model's work.
     """
@@ -91,7 +88,6 @@ def initialize(
 
 
 def _join_world(timeout: timedelta) -> None:
-    """Initialise `torch.distributed` unless it is."""
     if torch.distributed.is_initialized():
         return
     env = os.environ
@@ -130,7 +126,6 @@ def _new_replica_group(timeout: timedelta) -> ProcessGroup:
     replicas = [0] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(replicas, _mcore.get_data_parallel_rank())
     groups = [
-        # A collective of all ranks, members or not.
         torch.distributed.new_group(
             [rank for rank, other in enumerate(replicas) if other == replica], timeout
         )
@@ -140,9 +135,9 @@ def _new_replica_group(timeout: timedelta) -> ProcessGroup:
 
 
 def seed_generators(seed: int, by_context_rank: bool = False) -> None:
-    """Seed Megatron's random-number tracker and the generator of the device. With
-    `by_context_rank` the context-parallel ranks get different numbers, for dropout, since they
-    hold different positions; else the same, for initial weights, since they hold the same ones.
+    """Seed Megatron's random-number tracker and the generator of the device; with
+    `by_context_rank` differently on context-parallel ranks (for dropout: they hold different
+    positions), else alike (for initial weights, which they share).
     """
     # Pipeline stages hold other layers: they must not draw the same weights and dropout masks.
     stream = _mcore.get_pipeline_model_parallel_rank()
@@ -203,15 +198,14 @@ is_pipeline_last_stage = _of_megatron("is_pipeline_last_stage", True, ignore_vir
 get_context_parallel_world_size = _of_megatron("get_context_parallel_world_size", 1)
 get_context_parallel_rank = _of_megatron("get_context_parallel_rank", 0)
 get_context_parallel_group = _of_megatron("get_context_parallel_group", _no_group)
-# The experts of a layer are spread over the ranks of this group. They work on different samples,
-# but must pass through every layer equally often: tokens travel between them.
+# Ranks over which the experts of a layer are spread. They work on different samples, but must pass
+# through every layer equally often: tokens travel between them.
 get_expert_model_parallel_group = _of_megatron("get_expert_model_parallel_group", _no_group)
 get_expert_model_parallel_world_size = _of_megatron("get_expert_model_parallel_world_size", 1)
 get_expert_model_parallel_rank = _of_megatron("get_expert_model_parallel_rank", 0)
 # The ranks that hold the same experts: replicas of each other's expert weights.
 get_expert_data_parallel_group = _of_megatron("get_expert_data_parallel_group", _no_group)
-# The ranks that hold one copy of the weights, TP x PP, by global rank; the last TP of them are the
-# last stage.
+# The ranks that hold one copy of the weights, TP x PP; the last TP of them are the last stage.
 get_tensor_and_pipeline_parallel_group = _of_megatron("get_model_parallel_group", _no_group)
 
 
@@ -230,11 +224,9 @@ def get_model_parallel_src_rank() -> int:
 
 
 def is_trt_llm_reshard() -> bool:
-    """False, by NeMo-Aligner's name: no function of this module ever speaks of another split
-    (`generation.split` has the groups of generation).
-    """
+    """False, by NeMo-Aligner's name (`generation.split` has the groups of generation)."""
     return False
 
 
 def disable_trt_llm_reshard_calls() -> None:
-    """Do nothing, by NeMo-Aligner's name: there is nothing to disable."""
+    """Do nothing, by NeMo-Aligner's name."""

@@ -3,14 +3,13 @@
 """The meeting of a job's ranks: on one machine, where no other machine can join; and one gloo
 device for all process groups of a process.
 
-Torch's store listens on every interface, whatever address its ranks are given, and knows no
-password. For ranks on one machine it gets a socket that listens on loopback alone. Ranks of
-several machines, and those of torchrun, whose own process holds the store, meet as torch has them.
+Torch's store listens on every interface and knows no password. For ranks on one machine it gets a
+socket that listens on loopback alone. Ranks of several machines, and those of torchrun, whose own
+process holds the store, meet as torch has them.
 
-PyTorch opens a gloo device for every group. Each has a thread that wakes a hundred times a second
-for as long as the group lives, with or without messages. Megatron Core makes about twenty groups,
-in a job of one rank too: 2,000 wake-ups a second, 3 % of a core of a virtual machine. Gloo's
-devices are made to be shared, but PyTorch has no setting for it.
+PyTorch opens a gloo device for every group, with a thread that wakes a hundred times a second.
+Megatron Core makes about twenty groups, also for one rank: 3 % of a core of a virtual machine.
+Gloo's devices are made to be shared, but PyTorch has no setting for it.
 """
 
 import functools
@@ -29,8 +28,8 @@ _LOOPBACK = ("127.0.0.1", "localhost")
 def join_on_loopback(
     backend: str, rank: int, world_size: int, address: str, port: int, timeout: timedelta
 ) -> bool:
-    """Initialise `torch.distributed` if all ranks, which call it, are on this machine; False: they
-    must meet as torch has them.
+    """Initialise `torch.distributed` if all ranks, which call it, are on this machine; else
+    False.
     """
     # torchrun has opened the store already.
     has_agent_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -66,10 +65,9 @@ _OWN_DEVICES = ("TORCH_GLOO_LAZY_INIT", "GLOO_ENABLE_RANK_AS_SEQUENCE_NUMBER")
 
 
 def share_gloo_devices() -> None:
-    """Let the gloo groups that this process creates from now on share the devices of its first. It
-    replaces `ProcessGroupGloo.__init__`; a second call changes nothing. A process whose group
-    could not be created, because a rank did not come in time, should end: the device stays open,
-    and the rank may still connect to it.
+    """Let the gloo groups that this process creates from now on share the devices of its first, by
+    replacing `ProcessGroupGloo.__init__`. A process whose group could not be created, because a
+    rank did not come in time, should end: that rank may still connect to the device.
     """
     if not is_gloo_available():
         return

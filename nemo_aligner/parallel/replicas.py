@@ -1,10 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Check that the replicas of the weights still hold the same bits.
-
-Data-parallel replicas start equal and apply the same reduced gradient, so they stay equal to the
-bit. If they differ (a rank missed an update or a broadcast, memory is defective), training goes on
-with gradients of different models, and nothing else shows it.
+"""Check that the replicas of the weights still hold the same bits: they apply the same reduced
+gradient. If they differ (a missed update or broadcast, defective memory), nothing else shows it.
 """
 
 from typing import NoReturn
@@ -17,8 +14,7 @@ from nemo_aligner.core.errors import ReplicaError
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.collectives import gathered, largest
 
-# Elements that are widened to int64 at a time: few enough for a CPU's cache, enough for a kernel
-# on a GPU.
+# Elements widened to int64 at a time: a CPU's cache holds them; a GPU's kernel needs more.
 CPU_PIECE, DEVICE_PIECE = 2**16, 2**22
 # Knuth's MMIX multiplier; odd, so that multiplying by it modulo 2**64 is a bijection.
 FACTOR = 6364136223846793005
@@ -28,12 +24,10 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @torch.no_grad()
 def checksum(tensor: Tensor) -> Tensor:
-    """int64 scalar of the exact bits and their positions.
-
-    A flipped bit or two swapped elements change it. Element i, read as an integer, counts 2 i + 1
-    times within a piece of the tensor, modulo 2**64; the pieces are joined by Horner's rule. Any
-    change of one element changes the sum, because its factor is odd. Checksums of a CPU and of
-    another device cannot be compared, because their pieces differ.
+    """int64 scalar of the exact bits and their positions. Element i, read as an integer, counts 2
+    i + 1 times within a piece of the tensor, modulo 2**64; the pieces are joined by Horner's rule.
+    A change of one element changes the sum, because its factor is odd. Checksums of a CPU and of
+    another device cannot be compared: their pieces differ.
     """
     bits = tensor.detach().contiguous().view(-1).view(_INTEGERS[tensor.element_size()])
     size = CPU_PIECE if bits.device.type == "cpu" else DEVICE_PIECE
@@ -52,9 +46,8 @@ def checksum_of_shard(
     whole: the shares of all ranks sum to the same number, modulo 2**64, however they are cut.
 
     The element at place r of its row, of M, in row i of the whole counts 2 (i M + r) + 1 times,
-    where a row has all elements at one index of `dim`, which is divided (None: nobody has a part
-    only). Any change of one element changes the sum. A share has `parts` pieces of equal size,
-    each of them the `rank`-th of a part of the whole.
+    where a row has all elements at one index of `dim`, which is divided (None: not divided). A
+    share has `parts` pieces of equal size, each of them the `rank`-th of a part of the whole.
     """
     bits = tensor.detach().view(_INTEGERS[tensor.element_size()])
     bits = bits.movedim(dim or 0, 0).flatten(1) if bits.dim() > 1 else bits.reshape(-1, 1)
@@ -72,13 +65,11 @@ def checksum_of_shard(
 
 @torch.no_grad()
 def check_replicas(modules: list[torch.nn.Module]) -> None:
-    """Compare every weight of this rank's chunks with its replicas, bit by bit (by checksums); all
-    ranks call it.
-
-    Replicas of a weight are its copies on the data-parallel (x context-parallel) ranks of the same
-    tensor-parallel shard and pipeline stage. Shards of the distributed optimizer have no replicas
-    and are not checked. `ReplicaError`, on every rank: names the first weight that differs, and
-    groups the ranks by the bits they hold.
+    """Compare every weight of this rank's chunks with its replicas, by checksums; all ranks call
+    it. Replicas are copies on the data-parallel (x context-parallel) ranks of the same
+    tensor-parallel shard and pipeline stage. Shards of the distributed optimizer are not checked.
+    `ReplicaError`, on every rank: names the first weight that differs, and groups the ranks by the
+    bits they hold.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
@@ -113,7 +104,7 @@ def check_replicas(modules: list[torch.nn.Module]) -> None:
 
 
 def _raise(differing: dict[_Weight, list[int]], sums: dict[_Weight, int]) -> NoReturn:
-    """Exchange which weights differ from their replicas, and raise the same error on all ranks."""
+    """Exchange which weights differ; raise the same error on all ranks."""
     # By rank: the ranks that hold each differing weight, and its checksum here.
     found = gathered((differing, {key: sums[key] for key in differing}))
     first_rank, (theirs, _) = next((rank, entry) for rank, entry in enumerate(found) if entry[0])

@@ -3,8 +3,8 @@
 """Log-probs and entropy from logits whose vocabulary is split over the tensor-parallel ranks.
 
 Policy, reference and training all take their log-probs from here, so that they agree to the bit.
-All arithmetic is fp32 (fp64 if the logits are), done on a few tokens at a time: besides the logits
-the only tensor of size [B, S, V] is their gradient, in their own dtype, and it may overwrite them
+Arithmetic is fp32 (fp64 if the logits are), on a few tokens at a time: besides the logits the only
+tensor of size [B, S, V] is their gradient, in their own dtype, and it may overwrite them
 (`overwrite_logits`). Ranks exchange a few numbers per token, never the vocabulary.
 
 Notation: V vocabulary with padding, split evenly in rank order; per token M = max x over the
@@ -13,10 +13,10 @@ vocabulary, s = (x - M) / temperature, Z = sum exp(s), p = exp(s) / Z. With them
     log p = s - log Z                   d log p[target] / dx = (onehot - p) / temperature
     H = log Z - m,  m = sum p s         dH / dx = -p (s - m) / temperature
 
-With context parallelism (`nemo_aligner.parallel.context_parallel`) the logits are those of this
-rank's share of the positions; targets and results have the full width. W is the width that the
-model computed, S or a little more, because the sequence is padded so that it can be split. Every
-rank of a tensor- and context-parallel group must make the same calls.
+With context parallelism (`context_parallel.py`) the logits are those of this rank's share of the
+positions; targets and results have the full width. W is the width that the model computed, S or a
+little more, so that it can be split. Every rank of a tensor- and context-parallel group must make
+the same calls.
 """
 
 from collections.abc import Iterator
@@ -30,8 +30,7 @@ from torch.autograd.function import once_differentiable
 from nemo_aligner.core.masks import masked_mean
 from nemo_aligner.parallel import context_parallel, parallel_state
 
-# Elements of one working buffer. On a CPU the passes over it then stay within the cache (1 MiB in
-# fp32); a GPU wants kernels that are long compared with their launch (64 MiB).
+# Elements of one working buffer: 1 MiB of fp32 stays in a CPU's cache; a GPU wants long kernels.
 CHUNK_ELEMENTS = 1 << 18
 CHUNK_ELEMENTS_GPU = 1 << 24
 
@@ -52,18 +51,17 @@ def from_parallel_logits_to_logprobs(
     Args:
         vocab_parallel_logits: [B, W/CP, V/TP], this rank's slice of the vocabulary and share of
             the positions.
-        target: int64 [B, S]. With `ignore_last` the tokens themselves: column t is scored on token
-            t+1 (shifted here), and the last one, which predicts nothing, is dropped. Without it
-            the targets: column t is scored on target t.
+        target: int64 [B, S]. With `ignore_last` the tokens: column t is scored on token t+1
+            (shifted here), and the last column is dropped. Without it the targets: column t is
+            scored on target t.
         inference_only: keep nothing for a backward pass.
         higher_stability: accepted for NeMo-Aligner's callers; the stable form is always used.
         temperature: of sampling; the result is log softmax(logits / temperature).
-        vocab_size: number of real tokens; the padding above it gets no probability and no
-            gradient. None: all of V is real.
-        overwrite_logits: let the backward pass write the gradient over the logits, which saves
-            their size in memory. Afterwards their values are gone: another backward pass that
-            needs them raises (autograd counts writes), but reading them directly does not. They
-            must not be a leaf of the graph.
+        vocab_size: real tokens; the padding above gets no probability and no gradient. None: all
+            V.
+        overwrite_logits: let the backward pass write the gradient over the logits, which must not
+            be a leaf of the graph, to save memory. Another backward pass that needs their values
+            then raises (autograd counts writes), but reading them directly does not.
     """
     how = inference_only, temperature, vocab_size, overwrite_logits
     return _scores_of_tokens(vocab_parallel_logits, target, ignore_last, *how)[0]
@@ -79,11 +77,9 @@ def logprobs_and_entropy(
     overwrite_logits: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Log-probs and the entropy of the same distributions, both float32 [B, S-1], or [B, S]
-    without `ignore_last`, in one pass over the vocabulary.
-
-    The log-probs are bit-identical to those of `from_parallel_logits_to_logprobs`, which has the
-    same arguments. Use `entropy.detach()` where the entropy is only reported: then the backward
-    pass does nothing for it. The logits must be finite.
+    without `ignore_last`, in one pass over the vocabulary. The log-probs are bit-identical to
+    those of `from_parallel_logits_to_logprobs`, which has the same arguments. `entropy.detach()`
+    spares the backward pass its part. The logits must be finite.
     """
     how = inference_only, temperature, vocab_size, overwrite_logits
     logprobs, entropy = _scores_of_tokens(
@@ -100,8 +96,8 @@ def distributed_entropy(
     vocab_size: int | None = None,
 ) -> Tensor:
     """Entropy of the next-token distribution, float32 [B, S-1], the last column dropped, or with
-    `mask` [B, S-1] its masked mean; differentiable. The logits must be finite, and are like the
-    other arguments those of `from_parallel_logits_to_logprobs`. Without a mask S is W.
+    `mask` [B, S-1] its masked mean; differentiable. Arguments as of
+    `from_parallel_logits_to_logprobs`; the logits must be finite. Without a mask S is W.
     """
     whole = logits.shape[1] * parallel_state.get_context_parallel_world_size()
     width = whole if mask is None else mask.shape[1] + 1
@@ -298,12 +294,8 @@ class _Scores(torch.autograd.Function):
 
 class VocabShard:
     """The part of its logits [B, W/CP, V/TP] that a rank computes, in blocks: the first `columns`
-    columns and, of the vocabulary, the real tokens.
-
-    Attributes:
-        dtype: of the arithmetic.
-        first: token id of the first column of this slice.
-        width: real tokens in this slice; the last slices may hold padding only.
+    columns and the real tokens. `first` is the token id of its first column, `width` the number of
+    its real tokens (0 if it holds padding only), `dtype` that of the arithmetic.
     """
 
     def __init__(
@@ -401,10 +393,8 @@ def candidate_logprobs(
     overwrite_logits: bool = False,
 ) -> Tensor:
     """Log-prob float32 [B, S, C] of each candidate under the softmax over the whole vocabulary, or
-    with `rest_of` [B, S, C+1], the rest last. -inf: a candidate outside the vocabulary, and a
-    rest without a token.
-
-    With p = softmax(logits / temperature) and candidates c_1 to c_C of a position
+    with `rest_of` [B, S, C+1], the rest last. -inf: a candidate outside the vocabulary, and a rest
+    without a token. With p = softmax(logits / temperature) and candidates c_1 to c_C of a position
 
         result_i = log p[c_i]       d result_i / d logits = (onehot(c_i) - p) / temperature
 
@@ -423,9 +413,9 @@ def candidate_logprobs(
 def top_logits(
     vocab_parallel_logits: Tensor, top_k: int, wanted: int, vocab_size: int | None = None
 ) -> TopLogits:
-    """The `top_k` largest logits of each of the first `wanted` positions, from logits as for
-    `from_parallel_logits_to_logprobs`. Each rank finds those of its slice, and the largest of all
-    of these are the result. `top_k` is at most the size of the vocabulary.
+    """The `top_k` (at most the vocabulary) largest logits of each of the first `wanted` positions:
+    the largest of what each rank finds in its slice. Logits as for
+    `from_parallel_logits_to_logprobs`.
     """
     shard, _ = _shard(vocab_parallel_logits, wanted, wanted, 1.0, vocab_size)
     here = min(top_k, shard.width)

@@ -1,7 +1,5 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""How much memory a job takes, and which split to start it with: `nemo-aligner plan`.
-
-Everything here is arithmetic on a configuration: no ranks, no tensors. docs/parallelism.md
-explains the formulas and says what was measured.
+"""How much memory a job takes, and which split to start it with: `nemo-aligner plan`. Arithmetic
+on a configuration; docs/parallelism.md explains the formulas and says what was measured.
 """

@@ -202,7 +202,6 @@ def candidate_values(c: Candidate, limit: float) -> dict[str, Any]:
     }
 
 
-# As makers of GPUs mean them: 80GB are 80 x 2^30 bytes.
 UNITS = {"": 2**30, "g": 2**30, "gb": 2**30, "gib": 2**30, "m": 2**20, "mb": 2**20, "mib": 2**20}
 RESERVE_PERCENT = 10.0
 
@@ -217,11 +216,9 @@ def read_memory(text: str) -> float:
 
 
 def read_model(path: Path) -> tuple[dict[str, Any], int]:
-    """The configuration of a model, and the ids of its tokenizer (or rows of its table).
-
-    Args:
-        path: of a `.nemo`, a folder that loads as one, or a YAML file with a `model` section,
-            whose `override_vocab_size` then says the rows.
+    """The configuration of a model, and the ids of its tokenizer (or rows of its table). `path` is
+    a `.nemo`, a folder that loads as one, or a YAML file with a `model` section, whose
+    `override_vocab_size` then says the rows.
     """
     if not path.exists():
         raise UserError(f"{path} does not exist; give the path of a model.")
@@ -329,10 +326,8 @@ def read_inputs(args: argparse.Namespace) -> list[JobInput]:
 
 def chosen_jobs(kind: str, overrides: list[str]) -> tuple[Job, ...]:
     """The jobs that run at the same time; PPO without a critic has a reward server in its place,
-    and only on-policy distillation and PPO with `teacher_kl_coef` a teacher.
-
-    Raises:
-        ConfigError: an override that none of the jobs knows.
+    and only on-policy distillation and PPO with `teacher_kl_coef` a teacher. `ConfigError`: an
+    override that none of the jobs knows.
     """
     jobs = JOBS[kind]
     given = read_overrides(overrides)

@@ -1,9 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""From the configuration of a job to the numbers that the formulas need.
-
-A job's configuration is that of its script: the YAML file's defaults, the checkpoint's values, the
-user's overrides, in the order in which the script merges them.
+"""From the configuration of a job to the numbers that the formulas need: the YAML file's defaults,
+the checkpoint's values and the user's overrides, merged as in the job's script.
 """
 
 from collections.abc import Mapping
@@ -37,7 +35,7 @@ ON_POLICY = "model.knowledge_distillation.on_policy.fraction"  # of a student's 
 
 @dataclass(frozen=True)
 class Job:
-    """One distributed job; what it computes follows from its keys."""
+    """What it computes follows from its keys."""
 
     name: str  # as the command shows it
     config: Configuration
@@ -47,7 +45,6 @@ class Job:
 
     @property
     def section(self) -> str:
-        """The section of `model` with its settings, if there is one."""
         return f"model.{self.config.algo}"
 
     @property
@@ -56,12 +53,11 @@ class Job:
 
     @property
     def head(self) -> bool:
-        """Whether it has a head in place of the output layer."""
         return "model.regression.num_attributes" in self.config.keys
 
     @property
     def rollout_keys(self) -> tuple[str, ...]:
-        """Keys of the samples that are generated together; none: it generates nothing."""
+        """Of the samples that are generated together; none: it generates nothing."""
         keys = self.config.keys
         return tuple(key for key in keys if key.endswith("rollout_micro_batch_size"))
 
@@ -145,11 +141,8 @@ def read_overrides(texts: list[str]) -> DictConfig:
 def job_config(
     job: Job, checkpoint: Mapping[str, Any], overrides: DictConfig, path: str
 ) -> dict[str, Any]:
-    """The configuration that the script of the job would compute with, as plain values.
-
-    Raises:
-        ConfigError: a key that the job does not have or that needs a value, or a reference that
-            leads nowhere.
+    """What the script of the job would compute with, as plain values. `ConfigError`: a key that
+    the job does not have or that needs a value, or a reference that leads nowhere.
     """
     given = overrides.copy()
     OmegaConf.update(given, job.config.restore_key, path, force_add=True)

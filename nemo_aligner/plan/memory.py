@@ -3,9 +3,9 @@
 """Bytes that one rank needs in each phase of a job.
 
 What stands all the time follows Rajbhandari et al. 2020 (ZeRO, arXiv:1910.02054, section 3.1), for
-the optimizer as `training/optim.py` configures it. Activations follow Korthikanti et al. 2022
-(arXiv:2205.05198, section 4), but count the tensors that autograd keeps for the layers as they are
-built here. docs/parallelism.md explains the formulas and says how they were checked.
+the optimizer of `training/optim.py`. Activations follow Korthikanti et al. 2022 (arXiv:2205.05198,
+section 4), but count the tensors that autograd keeps for the layers as they are built here.
+docs/parallelism.md explains the formulas and their checks.
 
 Symbols: n tokens of a micro-batch on a rank, H hidden size, F width of the feed-forward layer, V
 rows of the embedding table, e bytes of a number.
@@ -25,8 +25,8 @@ PARTS = (
     *(CACHE, MERGED, PACKED, GATHERED, TEMPORARY),
 )
 
-# Elements of a working buffer of the log-probs (parallel/vocab_parallel.py), and how many of them
-# exist at once: with the entropy, and of fp32 or bf16 logits without it (benchmarks/README.md).
+# Elements of a working buffer of the log-probs (parallel/vocab_parallel.py), and how many exist
+# at once: with the entropy, and of fp32 or bf16 logits without it (benchmarks/README.md).
 CHUNK_ELEMENTS, CHUNK_ELEMENTS_GPU = 1 << 18, 1 << 24
 CHUNKS_WITH_ENTROPY, CHUNKS, CHUNKS_BF16 = 4, 2, 3
 # Bytes per id of the vocabulary while a token is drawn: logits, their fp32 copy, probabilities in
@@ -46,19 +46,15 @@ class Workload:
     micro_batches: int = 1  # of an update, per rank
     forward_samples: int = 0  # of a forward pass without gradient; 0: there is none
     unit: int = 1  # samples that the key of a forward pass counts as one
-    # both numbers of samples follow from `model.dynamic_micro_batch_tokens`
-    by_tokens: bool = False
+    by_tokens: bool = False  # `model.dynamic_micro_batch_tokens` gives both numbers of samples
     rollout_samples: int = 0  # that generate together; 0: the job does not generate
     cache_memory: float = 0  # bytes of a rank that decide their number instead; 0: they do not
     response: int = 0  # most tokens that are generated
     merges: bool = False  # adapters are merged into a copy of their weights meanwhile
     graphs: bool = False  # steps may be CUDA graphs: what one computes keeps its memory
-    # tensor- and pipeline-parallel size meanwhile; None: those of training
-    generation: tuple[int, int] | None = None
-    # the weights of a reference policy lie in host memory, unless adapters are trained
-    reference: bool = False
-    # so do those of a reward model (or its adapters), which takes turns with the critic
-    swaps: bool = False
+    generation: tuple[int, int] | None = None  # tp and pp meanwhile; None: those of training
+    reference: bool = False  # weights in host memory, unless adapters are trained
+    swaps: bool = False  # so are those of a reward model, which takes turns with the critic
     offloads: bool = False  # Adam's states are in host memory while the job does not train
     recompute: str | None = None  # None, "selective" or "full"
     recompute_layers: int = 1  # that are recomputed together (uniform), or of each stage (block)
@@ -78,7 +74,6 @@ class RankMemory:
 
     @property
     def peak(self) -> float:
-        """Bytes on the device in the phase that needs most."""
         return max(sum(parts.values()) for parts in self.phases.values())
 
     @property
@@ -98,10 +93,8 @@ def weight_bytes(a: Architecture, weights: Weights) -> float:
 def optimizer_bytes(
     a: Architecture, weights: Weights, split: Split, w: Workload, copies: bool = True
 ) -> float:
-    """Of Adam's two moments, and with `copies` of the fp32 copy that a bf16 weight has; each rank
-    holds a share.
-
-    Experts are replicated over fewer ranks than other weights, so their shares are larger.
+    """Of Adam's two moments, and with `copies` of the fp32 copy of a bf16 weight; each rank holds
+    a share. Experts have fewer replicas than other weights, so their shares are larger.
     """
     replicas = split.dp * split.cp if w.distributed_optimizer else 1
     own, head = (
@@ -114,7 +107,7 @@ def optimizer_bytes(
 
 
 def host_parts(a: Architecture, weights: Weights, split: Split, w: Workload) -> Parts:
-    """Copies in host memory, of what is trained and of what takes turns with it."""
+    """Of what is trained and of what takes turns with it."""
     size = weight_bytes(a, weights.trained)
     parts: Parts = {}
     if w.reference and a.lora is None:
@@ -133,8 +126,8 @@ def host_parts(a: Architecture, weights: Weights, split: Split, w: Workload) -> 
 
 
 def norm_bytes(a: Architecture, on_gpu: bool) -> float:
-    """Per token and unit of H, what a norm keeps: its input and its output; PyTorch's RMSNorm in
-    bf16 also fp32 copies, one of them for the gradient of its weight.
+    """Per token and unit of H: input and output; PyTorch's RMSNorm in bf16 also keeps fp32
+    copies.
     """
     if on_gpu or a.layernorm or a.number_bytes == FP32:
         return 2 * a.number_bytes
@@ -195,7 +188,7 @@ def gate_numbers(a: Architecture, on_gpu: bool, training: bool) -> int:
 
 
 def feed_forward_bytes(a: Architecture, split: Split, tokens: float, on_gpu: bool) -> float:
-    """What the feed-forward layer keeps, beside its input."""
+    """Beside its input."""
     e = a.number_bytes
     if not a.experts:
         return e * tokens * gate_numbers(a, on_gpu, training=True) * a.ffn / split.tp
@@ -208,7 +201,7 @@ def feed_forward_bytes(a: Architecture, split: Split, tokens: float, on_gpu: boo
 
 
 def layer_bytes(a: Architecture, split: Split, samples: int, w: Workload) -> float:
-    """What a layer keeps of a micro-batch for its backward pass."""
+    """Of a micro-batch, for its backward pass."""
     tokens = samples * w.width / split.cp
     residual = tokens / (split.tp if split.sequence_parallel else 1)
     total = 2 * norm_bytes(a, w.on_gpu) * residual * a.hidden
@@ -263,8 +256,8 @@ def logits_bytes(a: Architecture, split: Split, tokens: float) -> float:
 
 
 def copies_of_logits(split: Split, samples: int) -> int:
-    """With sequence parallelism Megatron Core copies the logits of several samples from [S, B, V]
-    to [B, S, V], and their gradient back.
+    """With sequence parallelism Megatron Core copies the logits of several samples to [B, S,
+    V].
     """
     return 2 if split.sequence_parallel and samples > 1 else 1
 
@@ -280,8 +273,8 @@ def chunk_bytes(
 
 
 def output_bytes(a: Architecture, split: Split, samples: int, w: Workload) -> list[Parts]:
-    """The moments at the turn from forward to backward pass, on the last stage, that may need most
-    beside the layers.
+    """The moments at the turn from forward to backward pass, on the last stage, that may need
+    most.
     """
     e = a.number_bytes
     tokens = samples * w.width / split.cp
@@ -308,7 +301,7 @@ def output_bytes(a: Architecture, split: Split, samples: int, w: Workload) -> li
 
 
 def in_flight(split: Split, stage: int, micro_batches: int) -> float:
-    """Micro-batches of which a stage keeps activations at once (1F1B: Narayanan et al. 2021,
+    """Micro-batches whose activations a stage keeps (1F1B: Narayanan et al. 2021,
     arXiv:2104.04473, section 2.2).
     """
     if split.vpp > 1:
@@ -340,7 +333,6 @@ def update_parts(a: Architecture, split: Split, stage: int, w: Workload) -> Part
 
 
 def forward_bytes(a: Architecture, split: Split, tokens: float, on_gpu: bool) -> float:
-    """What a layer needs at once in a pass of `tokens` without gradient."""
     e, kept = a.number_bytes, 5 if a.gated else 2
     if not a.experts:
         kept = gate_numbers(a, on_gpu, training=False)
@@ -368,7 +360,7 @@ def forward_parts(
 
 
 def scoring_parts(a: Architecture, split: Split, stage: int, w: Workload) -> Parts:
-    """Of a forward pass that gives log-probs, values or rewards."""
+    """For log-probs, values or rewards."""
     samples = w.forward_samples
     tokens = samples * w.width / split.cp
     moments = forward_parts(a, split, stage, tokens, w.on_gpu)
@@ -424,7 +416,6 @@ def generation_parts(a: Architecture, split: Split, stage: int, w: Workload) -> 
 
 
 def rank_memory(a: Architecture, split: Split, stage: int, w: Workload) -> RankMemory:
-    """What a rank of a pipeline stage needs in each phase of its job."""
     weights = count_weights(a, split, stage)
     standing: Parts = {WEIGHTS: weight_bytes(a, weights)}
     if w.trains:

@@ -1,10 +1,8 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""How many weights a model has, and how many of them one rank holds.
-
-Exact, like the tensors that Megatron Core builds for the same keys; the tests compare them with
-models that are really built. Symbols: H hidden size, F width of the feed-forward layer, V rows of
-the embedding table.
+"""How many weights a model has, and how many of them one rank holds: exactly the tensors that
+Megatron Core builds. Symbols: H hidden size, F width of the feed-forward layer, V rows of the
+embedding table.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,9 +18,8 @@ BF16, FP32 = 2, 4  # bytes of a number
 
 @dataclass(frozen=True)
 class Split:
-    """Over how many ranks a job is spread."""
+    """Over how many ranks a job is spread; expert parallelism is among the DP x CP ranks."""
 
-    # Expert parallelism is among the DP x CP ranks.
     tp: int = 1
     pp: int = 1
     cp: int = 1
@@ -38,8 +35,6 @@ class Split:
 
 @dataclass(frozen=True)
 class Architecture:
-    """The sizes of a model that decide its memory."""
-
     layers: int
     hidden: int
     ffn: int
@@ -49,8 +44,7 @@ class Architecture:
     vocab_rows: int  # V, with padding
     positions: int = 0  # rows of a learned position embedding; 0 without one
     rotary: bool = True  # positions are rotated into queries and keys
-    # the activation has a gate, so the first feed-forward matrix is twice as wide
-    gated: bool = True
+    gated: bool = True  # the first feed-forward matrix is twice as wide
     swiglu: bool = True  # and it is SwiGLU
     bias: bool = False  # the linear layers have biases
     qkv_bias: bool = False  # that of queries, keys and values has one
@@ -62,26 +56,21 @@ class Architecture:
     experts_per_token: int = 0  # that compute each token
     shared_ffn: int = 0  # F of the experts that compute every token; 0: none
     shared_gate: bool = False  # their output is weighted
-    # numbers of the layers without experts, in a model that has some
-    dense_layers: Sequence[int] = ()
+    dense_layers: Sequence[int] = ()  # numbers of those without experts, in a model that has some
     number_bytes: int = BF16  # of a weight and an activation
-    # numbers that the head of a reward model or critic gives; 0: a language model
-    head_outputs: int = 0
+    head_outputs: int = 0  # numbers that a reward model or critic gives; 0: a language model
     head_bytes: int = FP32  # of a weight of that head
     window: bool = False  # whether attention sees only a window, which takes an explicit mask
     dropout: bool = False  # whether activations are dropped in training
     stages: Sequence[int] = ()  # layers of each pipeline stage where they are uneven; empty: even
-    # the adapters that are trained in place of the weights; None: all weights are trained
-    lora: LoRASettings | None = None
+    lora: LoRASettings | None = None  # of adapters that are trained; None: all weights are
 
     @property
     def queries(self) -> int:
-        """Width of the queries of a token."""
         return self.heads * self.head_size
 
     @property
     def keys(self) -> int:
-        """Width of the keys of a token, and of its values."""
         return self.groups * self.head_size
 
     def layers_of(self, stage: int, pp: int) -> int:
@@ -96,7 +85,7 @@ class Architecture:
         return [(kind, count) for kind, count in kinds if count]
 
     def linear_layers(self) -> dict[str, tuple[int, int, int]]:
-        """The linear layers of a layer that can have an adapter, by their names of `model.peft`:
+        """Linear layers of a layer that can have an adapter, by their names of `model.peft`:
         (numbers they read, numbers they give, projections that are fused in them).
         """
         gates = 1 + self.gated
@@ -193,7 +182,6 @@ def _dense_layers(model: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def count_layer(a: Architecture, tp: int = 1, ep: int = 1) -> Weights:
-    """Weights of one layer on a rank."""
     norms = 2 * _norm(a)
     qkv_width, proj_width = (a.queries + 2 * a.keys) // tp, a.queries // tp
     qkv = a.hidden * qkv_width + (qkv_width if a.qkv_bias else 0)

@@ -1,10 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
 """Candidate splits of a job over its GPUs and what each needs; and the plan, which shares the GPUs
-out among jobs that run at the same time.
-
-Which sizes cannot work together is decided by the rules of `config/`, with which the job itself
-would refuse them.
+out among jobs that run at the same time. The rules of `config/` forbid splits, as in the job.
 """
 
 import functools
@@ -34,8 +31,7 @@ RECOMPUTE_KEYS = {
     "activations_checkpoint_num_layers": 1,
 }
 LEAST_TOKENS = 1024  # of a sample on a context-parallel rank
-# A rule of thumb for the order of candidates, not a measured speed (docs/parallelism.md): what
-# each choice multiplies the time of a step by.
+# A rule of thumb, not measured: what each choice multiplies the time of a step by.
 FULL_RECOMPUTE_COST = 1.3
 TP_COST, PP_COST, CP_COST, EP_COST = 0.05, 0.05, 0.1, 0.02  # per doubling
 NEARLY_FULL, NEARLY_FULL_COST = 0.95, 1.05  # of what may be used; little is left for a surprise
@@ -45,12 +41,8 @@ SMALLER_FORWARD_COST, SMALLER_ROLLOUT_COST = 0.01, 0.05  # per halving
 
 @dataclass(frozen=True)
 class Machine:
-    """Where a job runs."""
-
     memory: float  # bytes of one GPU
-    # of these that a job may plan with; the rest is for the CUDA context, NCCL's buffers and gaps
-    # between allocations
-    usable: float
+    usable: float  # of these; the rest is for CUDA, NCCL's buffers and gaps
     gpus_per_node: int = 8  # ranks that share a node
     on_gpu: bool = True  # with Transformer Engine; else CPUs and PyTorch's layers
 
@@ -66,26 +58,22 @@ class JobInput:
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to run a job."""
-
     split: Split  # over its ranks
     workload: Workload  # what it computes at once
     memory: RankMemory  # of the rank that needs most
     total: float  # bytes on all GPUs of the job, each in the phase that needs most
     host_per_node: float  # bytes of host memory of one node's ranks, without their processes
     cost: float  # relative time of a step, by rule of thumb; less is better
-    # keys that differ from the given configuration -> value
-    changes: dict[str, Any] = field(default_factory=dict)
+    changes: dict[str, Any] = field(default_factory=dict)  # keys that differ from those given
 
 
 def powers_of_two(limit: int) -> list[int]:
-    """1, 2, 4, ... up to `limit`."""
     return [1 << n for n in range(limit.bit_length())]
 
 
 def splits(gpus: int, gpus_per_node: int, model: Mapping[str, Any]) -> Iterator[Split]:
     """All splits of `gpus` ranks in powers of two; tensor parallelism stays within a node, and a
-    context-parallel rank has no fewer than `LEAST_TOKENS` of the longest sample.
+    context-parallel rank has at least `LEAST_TOKENS` of the longest sample.
     """
     contexts = powers_of_two(max(int(model["encoder_seq_length"]) // LEAST_TOKENS, 1))
     experts = model.get("num_moe_experts") or 0
@@ -137,9 +125,7 @@ def obstacle(job: Job, cfg: Mapping[str, Any], vocab_size: int) -> str:
 
 
 def halved_until(fits: Callable[[int], bool], size: int) -> int:
-    """The largest of `size`, half of it, ... 1 that fits, or 1. Half of an even size divides
-    whatever it divided; an odd one becomes 1.
-    """
+    """The largest of `size`, half of it, ... 1 that fits, or 1. An odd size becomes 1."""
     while size > 1 and not fits(size):
         size = size // 2 if size % 2 == 0 else 1
     return size
@@ -265,8 +251,6 @@ MOST_GPUS = 1024  # where the search for a number of GPUs that suffices ends
 
 @dataclass(frozen=True)
 class Planned:
-    """What a job is to run with."""
-
     item: JobInput  # the job
     chosen: Candidate  # of the candidates
     candidates: list[Candidate]  # all of them at its number of GPUs
@@ -282,9 +266,8 @@ class Plan:
 
 def shares(gpus: int, gpus_per_node: int, jobs: int) -> list[tuple[int, ...]]:
     """Numbers of GPUs for the jobs, an actor and its servers: as many as possible in use, then as
-    equal as possible, the first with more.
-
-    Powers of two within a node, or of whole nodes: other numbers seldom divide a batch.
+    equal as possible, the first with more. Powers of two within a node, or of whole nodes: other
+    numbers seldom divide a batch.
     """
     within = [n for n in powers_of_two(gpus) if n <= gpus_per_node]
     nodes = [gpus_per_node * n for n in powers_of_two(max(gpus // gpus_per_node, 1))]
@@ -296,11 +279,8 @@ def shares(gpus: int, gpus_per_node: int, jobs: int) -> list[tuple[int, ...]]:
 
 
 def make_plan(inputs: list[JobInput], gpus: int, machine: Machine) -> Plan:
-    """The plan for `gpus` GPUs.
-
-    Raises:
-        UserError: no split has room; says how many GPUs would do.
-        ConfigError: no split is allowed by the rules of the jobs.
+    """The plan for `gpus` GPUs. `UserError`: no split has room; says how many GPUs would do.
+    `ConfigError`: no split is allowed by the rules of the jobs.
     """
     plan, reason = try_plan(inputs, gpus, machine)
     if plan is not None:

@@ -4,12 +4,9 @@
 runs are laid over each other.
 
 Every folder below RUN_DIR with a `metrics.jsonl` is a job (`training/loggers.py` describes the
-files). The page opens with what the policy learned, then shows alarms, then everything else. It
-works on a job that is still running and needs no script, font or picture from elsewhere.
-
-`reading.py` reads the files and says what a job learned, `charts.py` draws the curves,
-`timeline.py` what the jobs did at the same time, `page.py` puts the page together. `ending.py`
-writes it while a job runs, and the last lines of its log.
+files). It works on a job that is still running and needs no script, font or picture from
+elsewhere. `reading.py` reads the files, `charts.py` draws the curves, `timeline.py` what the jobs
+did at the same time, `page.py` puts the page together. `ending.py` writes it while a job runs.
 """
 
 from nemo_aligner.report.page import render, write_report

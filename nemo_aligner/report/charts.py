@@ -1,10 +1,6 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Line charts as SVG.
-
-A few lines of SVG rather than a plotting library: the charts follow the reader's light or dark
-theme, stay small, and the report starts at once.
-"""
+"""Line charts as SVG: small, in the reader's light or dark theme, without a plotting library."""
 
 import math
 from html import escape
@@ -16,16 +12,14 @@ PAIRED_FAMILIES = {"val_rollouts": "train_rollouts", "validation": "train", "tes
 COLORS, LINES = 6, 3  # in elements.py
 MAX_POINTS = 400  # per curve; more would be invisible and only make the file large
 
-# Title, and curves by label.
 Chart = tuple[str, dict[str, Curve]]
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 380, 210, 58, 12, 30, 26
 
 
 def group_curves(series: dict[str, Curve]) -> tuple[list[Chart], list[Chart]]:
-    """(charts of metrics that change, charts of metrics that never do), without times.
-
-    Training and validation of one metric share a chart.
+    """(charts of metrics that change, charts of metrics that never do), without times. Training
+    and validation of one metric share a chart.
     """
     charts: dict[tuple[str, str], dict[str, Curve]] = {}
     for key, curve in series.items():
@@ -44,12 +38,10 @@ def group_curves(series: dict[str, Curve]) -> tuple[list[Chart], list[Chart]]:
 
 
 def is_time(key: str) -> bool:
-    """Whether a metric is in seconds that a phase took."""
     return key.startswith("timers/")
 
 
 def chart_grid(charts: list[Chart], labels: bool = True) -> str:
-    """HTML of several charts side by side."""
     if not charts:
         return ""
     drawn = "".join(chart_svg(*chart, labels=labels) for chart in charts)
@@ -64,8 +56,8 @@ def color_of(number: int) -> str:
 def chart_svg(
     title: str, curves: dict[str, Curve], axis: str = "step", labels: bool = True
 ) -> str:
-    """A line chart; `labels` are shown when there is more than one curve; one without a point has
-    its color and nothing else. `axis` names what runs to the right.
+    """A line chart; `labels` are shown when there is more than one curve. `axis` names what runs
+    to the right.
     """
     steps = [step for curve in curves.values() for step in curve]
     values = [value for curve in curves.values() for value in curve.values()]
@@ -124,8 +116,7 @@ def format_number(value: float) -> str:
 
 
 def _widen(low: float, high: float) -> tuple[float, float]:
-    """A range of more than zero width, relative to the size of its ends (else rounding undoes
-    it)."""
+    """Not zero, relative to the size of its ends (else rounding undoes it)."""
     least = max(abs(low), abs(high), 1e-30) * 1e-6
     if high - low > least:
         return low, high

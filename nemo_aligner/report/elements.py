@@ -1,8 +1,6 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Parts of a page that the training report and the page of an evaluation share; the style follows
-the reader's light or dark theme.
-"""
+"""Parts of a page that the training report and the page of an evaluation share."""
 
 import time
 from collections.abc import Sequence
@@ -54,11 +52,8 @@ details { margin: 1rem 0; } summary { cursor: pointer; color: var(--soft); }
 
 
 def document(title: str, body: str) -> str:
-    """A whole HTML page, with the time at which it was written.
-
-    Args:
-        title: plain text.
-        body: HTML.
+    """A whole HTML page of a plain `title` and an HTML `body`, with the time at which it was
+    written.
     """
     title = escape(title)
     return (
@@ -77,11 +72,8 @@ def folded(summary: str, body: str) -> str:
 def table(
     rows: Sequence[Sequence[object]], kind: str = "numbers", colors: Sequence[str] = ()
 ) -> str:
-    """A table of texts, the head first; nothing without a row below the head.
-
-    Args:
-        kind: class of the style sheet.
-        colors: classes of the head's cells behind the first one.
+    """A table of texts, the head first; nothing without a row below the head. `kind` is a class of
+    the style sheet, `colors` are classes of the head's cells behind the first one.
     """
     if len(rows) < 2:
         return ""

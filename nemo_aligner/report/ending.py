@@ -39,10 +39,9 @@ NEXT = {
 
 
 class LiveReport:
-    """Keeps `report.html` in the `folder` of a running job current, from a thread.
-
-    A process of its own writes it while the job runs: a page about thousands of steps takes
-    memory of which an allocator gives back little.
+    """Keeps `report.html` in the `folder` of a running job current, from a thread. A process of
+    its own writes it: a page about thousands of steps takes memory of which an allocator gives
+    back little.
     """
 
     def __init__(self, folder: Path):
@@ -51,7 +50,7 @@ class LiveReport:
         self._lock = threading.Lock()
 
     def update(self, is_end: bool) -> None:
-        """There are new metrics: write it soon, and at the end of the job now."""
+        """There are new metrics: write it soon, at the end of the job now."""
         if is_end:
             if self._timer is not None:
                 self._timer.cancel()

@@ -1,8 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
 """Puts the page together: per job what it learned, its alarms, how it was started, then curves,
-times and samples. What a job has written about its start holds no secrets
-(`launch/experiment.py`).
+times and samples. What a job has written about its start holds no secrets.
 """
 
 import json
@@ -32,8 +31,8 @@ MAX_SAMPLES = 20
 
 
 def write_report(*run_dirs: Path, out: Path | None = None) -> Path:
-    """Render runs into `out` and return its path; default `report.html` in the folder of the run,
-    with several in the working directory.
+    """Render runs into `out` and return its path; default `report.html` in the run's folder, with
+    several in the working directory.
     """
     run_dirs = tuple({run_dir.resolve(): run_dir for run_dir in run_dirs}.values())
     page = render(*run_dirs)
@@ -47,9 +46,7 @@ def write_report(*run_dirs: Path, out: Path | None = None) -> Path:
 
 def render(*run_dirs: Path) -> str:
     """The HTML page of a run, or of several, whose jobs of one kind are laid over each other.
-
-    Raises:
-        UserError: a folder is missing, or none has a metric.
+    `UserError`: a folder is missing, or none has a metric.
     """
     found = {run_dir: read_run(run_dir) for run_dir in run_dirs}
     jobs = [*{job.folder.resolve(): job for run in found.values() for job in run}.values()]
@@ -77,9 +74,7 @@ def render(*run_dirs: Path) -> str:
 
 
 def _compared(jobs: list[JobRecord]) -> str:
-    """The section with the curves of several jobs over each other, each in its color; empty for
-    one job.
-    """
+    """The section with the curves of several jobs over each other; empty for one job."""
     if len(jobs) == 1:
         return ""
     shown: dict[str, dict[str, Curve]] = {}
@@ -216,8 +211,8 @@ def _timer_table(series: dict[str, Curve]) -> str:
 
 
 def _samples(key: str, rows: list[dict[str, Any]]) -> str:
-    """The first and the last step side by side where they share prompts, else the latest samples;
-    nothing without samples.
+    """The first and the last step side by side where they share prompts, else the latest
+    samples.
     """
     rows = [row for row in rows if isinstance(row.get("prompt"), str) and "response" in row]
     if not rows:
@@ -260,7 +255,7 @@ SETTING = ("key", "value", "default")
 
 
 def about(folder: Path) -> str:
-    """The section about the job of `folder`, as HTML; empty if it has left nothing about it."""
+    """The section about the job of `folder`, as HTML; may be empty."""
     if not (folder / ABOUT_FILE).exists():
         return ""
     from omegaconf import OmegaConf  # here: curves do not need it

@@ -1,7 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Reads what the jobs of a run wrote, and sorts the jobs: policies first; and what a reader asks
-first: did the job learn, and did an alarm ring?
+"""Reads what the jobs of a run wrote, sorts the jobs, and tells what they learned and their
+alarms.
 """
 
 import json
@@ -14,7 +14,6 @@ from typing import Any
 from nemo_aligner.config.values import is_number
 from nemo_aligner.core.errors import UserError
 
-# The values of one metric by step.
 Curve = dict[float, float]
 # Phases, and samples of a table between its first and its last step, that are kept: the latest.
 LATEST = 2000
@@ -26,8 +25,7 @@ class Phase:
 
     name: str  # of the phase
     step: float  # of the job
-    # start, end: in seconds since the epoch
-    start: float
+    start: float  # in seconds since the epoch, as `end`
     end: float
 
 
@@ -37,26 +35,24 @@ class JobRecord:
 
     name: str  # the job's folder, relative to the run
     folder: Path
-    # the curve of each metric, by "family/metric"
-    series: dict[str, Curve] = field(default_factory=dict)
+    series: dict[str, Curve] = field(default_factory=dict)  # by "family/metric"
     # samples with their step, by the key of the table
     tables: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     phases: list[Phase] = field(default_factory=list)  # in the order in which they ended
     broken_lines: int = 0  # lines that are no JSON objects (the job was killed while writing)
-    # started, updated: time of the first and of the last metric, in seconds since the epoch
-    started: float | None = None
+    started: float | None = None  # first and last metric, in seconds since the epoch
     updated: float | None = None
 
     @property
     def is_policy(self) -> bool:
-        """True if the job trains a policy on its own rollouts (PPO, REINFORCE, rejection
+        """Whether the job trains a policy on its own rollouts (PPO, REINFORCE, rejection
         sampling).
         """
         return any(key.startswith(("train_rollouts/", "val_rollouts/")) for key in self.series)
 
     @property
     def place(self) -> int:
-        """Place on the page: policies, critics, reward models, supervised fine-tuning."""
+        """Policies, critics, reward models, supervised fine-tuning."""
         if self.is_policy:
             return 0
         if "train/value_clip_fraction" in self.series:
@@ -65,8 +61,8 @@ class JobRecord:
 
 
 def read_run(run_dir: Path) -> list[JobRecord]:
-    """The jobs under `run_dir` that have a metric, in the order of the page: by kind, then by
-    their start. `UserError`: no such folder.
+    """The jobs under `run_dir` that have a metric, by kind, then by their start. `UserError`: no
+    such folder.
     """
     if not run_dir.is_dir():
         raise UserError(
@@ -131,8 +127,8 @@ def _forget_between(rows: list[dict[str, Any]]) -> None:
 
 
 def _read_jsonl(path: Path, job: JobRecord) -> Iterator[dict[str, Any]]:
-    """The JSON objects of a file that may be missing, one after another: a running job, which
-    reads its own, has no room for all of them. Other lines are counted.
+    """The JSON objects of a file that may be missing, one after another: there may be no room for
+    all of them. Other lines are counted.
     """
     if not path.exists():
         return
@@ -148,8 +144,8 @@ def _read_jsonl(path: Path, job: JobRecord) -> Iterator[dict[str, Any]]:
                 job.broken_lines += 1
 
 
-# Measures, and the metrics that may hold each, of one family: jobs are compared by them. The first
-# one that exists counts. Those that differ behind a comma share a chart.
+# Measures, and metrics that may hold each; the first one that exists counts. Those that differ
+# behind a comma share a chart.
 POLICY_MEASURES = """
 reward, validation: val_rollouts/rewards val_rollouts/global_rewards
 reward, rollouts: train_rollouts/rewards train_rollouts/global_rewards
@@ -178,7 +174,6 @@ response length in tokens, self-play: train/avg_generated_lengths
 correlation, validation: validation/correlation
 explained variance: train/explained_variance
 """
-# What is shown of the updates.
 TRAINED = {
     f"{family}/{name}"
     for family in ("train_optim", "train")
@@ -188,8 +183,6 @@ TRAINED = {
 
 @dataclass(frozen=True)
 class Found:
-    """A measure of a job with its metric."""
-
     title: str
     chart: str  # title of the chart to which the curve belongs
     key: str
@@ -229,12 +222,9 @@ WATCHED = (
 
 @dataclass(frozen=True)
 class AlarmRecord:
-    """What the alarms of a job saw."""
-
     steps: int  # logged steps
     active: list[float]  # steps with at least one active warning
-    # (title, worst value, last value) of each watched quantity
-    watched: list[tuple[str, float, float]]
+    watched: list[tuple[str, float, float]]  # (title, worst value, last value) of each quantity
 
 
 def alarms(job: JobRecord) -> AlarmRecord | None:

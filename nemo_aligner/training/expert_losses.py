@@ -1,9 +1,8 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The losses that balance the experts of a mixture of experts, as metrics.
-
-Megatron Core adds their gradients by itself and keeps their values, per layer, in a table of the
-process. Both are statistics of the tokens of a micro-batch, padding included.
+"""The losses that balance the experts of a mixture of experts, as metrics. Megatron Core adds
+their gradients by itself and keeps their values, per layer, in a table of the process. Both are
+statistics of the tokens of a micro-batch, padding included.
 """
 
 import torch
@@ -22,8 +21,8 @@ def has_balance_losses(config: TransformerConfig) -> bool:
 
 
 def forget_balance_losses() -> None:
-    """Empty the table before a pass: one that failed, or a router that was called directly, has
-    left losses, in rows of the layers of the model that wrote first.
+    """Empty the table before a pass: a failed one, or a router called directly, may have left
+    losses.
     """
     take_balance_table()
 
@@ -32,11 +31,10 @@ def take_balance_losses(config: TransformerConfig, num_microbatches: int) -> dic
     """Read and clear the balance losses, without their coefficients, of the last forward-backward
     pass, which had `num_microbatches` on this rank; all ranks call it.
 
-    Returns:
-        Means over layers with experts, micro-batches and data-parallel ranks, equal on every rank:
-        `moe_load_balancing_loss` (1 where every expert gets equally many tokens with equal
-        probability) and `moe_z_loss` (mean squared log-sum-exp of the router's logits); each only
-        if its coefficient is set, and none for a dense model.
+    Returns means over layers with experts, micro-batches and data-parallel ranks, equal on every
+    rank: `moe_load_balancing_loss` (1 where every expert gets equally many tokens with equal
+    probability) and `moe_z_loss` (mean squared log-sum-exp of the router's logits), each only if
+    its coefficient is set.
     """
     # Of a split sequence a rank has a part of the first loss, and its own mean for the second.
     wanted = {}
@@ -59,7 +57,7 @@ def take_balance_losses(config: TransformerConfig, num_microbatches: int) -> dic
 
 
 def expert_layers(config: TransformerConfig) -> list[bool]:
-    """Of each layer of the whole model, whether it has experts; the model has some."""
+    """Of each layer of a whole model with experts, whether it has some."""
     pattern = config.moe_layer_freq
     if isinstance(pattern, list):
         return [bool(one) for one in pattern]

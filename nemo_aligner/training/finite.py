@@ -3,8 +3,7 @@
 """Find losses and gradients that are not finite before they change a weight.
 
 Megatron Core's own check raises before the reduction, on the one rank that sees a NaN, and leaves
-the others waiting in it. Here all ranks agree after the reduction and raise together: the NaN has
-then reached all of them, and no weight has changed.
+the others waiting in it. Here all ranks agree after the reduction and raise together.
 """
 
 import contextlib
@@ -44,6 +43,7 @@ def check_finite(
     rows: Sequence[Sequence[int]],
 ) -> None:
     """Refuse a loss or a gradient that is NaN or infinite; all ranks call it after the reductions.
+    `NonFiniteError`, on every rank: names the samples or the weights.
 
     Args:
         model_chunks: of this stage; gradients only of those that are wrapped for training.
@@ -51,10 +51,6 @@ def check_finite(
         shares: scalars, this rank's part of the loss from each micro-batch; empty except on the
             last pipeline stage.
         rows: places of the samples of each micro-batch in the share of this rank.
-
-    Raises:
-        NonFiniteError: on every rank; names the samples whose loss is not finite, or the weights
-            whose gradient is not.
     """
     found = [not math.isfinite(loss), not _gradients_are_finite(model_chunks)]
     wrong = torch.tensor(found, dtype=torch.int32, device=get_device())

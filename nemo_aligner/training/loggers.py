@@ -3,11 +3,10 @@
 """Log a job's metrics with Lightning's loggers (TensorBoard, Weights & Biases, ...) and in files.
 
 `metrics.jsonl` has one line per call of `log_metrics`: `{"step": 3, "time": 1700000000.0,
-"train/loss": 0.5, ...}`. `tables.jsonl`, beside it, has one line per table update, `{"key": ...,
-"step": ..., "time": ..., "rows": [{...}]}`, with the rows that are new since the last update. Both
-are appended to, so a resumed job continues the files of the first; where it repeats a step, the
-later line counts. NaN and infinities, which JSON does not have, are written as null. Lines that
-there is no space for wait in memory until there is.
+"train/loss": 0.5, ...}`. `tables.jsonl` has one per table update, `{"key": ..., "step": ...,
+"time": ..., "rows": [{...}]}`, with the new rows. A resumed job appends to both; where it repeats
+a step, the later line counts. NaN and infinities, which JSON does not have, are written as null.
+Lines that there is no space for wait in memory until there is.
 """
 
 import errno
@@ -54,7 +53,6 @@ class CustomLoggerWrapper:
             self._folder = path.parent
 
     def log_hyperparams(self, params: Any) -> None:
-        """Log the job's configuration with every logger."""
         self._call("log_hyperparams", params)
 
     def log_metrics(
@@ -71,9 +69,8 @@ class CustomLoggerWrapper:
         self._report(False)
 
     def log_table(self, key: str, dataframe: "pandas.DataFrame", step: int | None = None) -> None:
-        """Log a table that grows from call to call; the file gets the rows added since then. The
-        frame has all rows, or the newest of them with the numbers that they have among all:
-        `index=pandas.RangeIndex(number of the first, ...)`.
+        """Log a table that grows from call to call; the file gets the new rows. The frame has all
+        rows, or the newest with `index=pandas.RangeIndex(number of the first, ...)`.
         """
         self._call("log_table", key=key, dataframe=dataframe, step=step)
         if "tables" not in self._files:
@@ -106,7 +103,7 @@ class CustomLoggerWrapper:
 
     def finalize(self, status: str = "success") -> None:
         """Flush and close; a further call of `log_metrics` opens the files again. `UserError`:
-        what waits in memory cannot be written; names the files.
+        names the files whose waiting lines cannot be written.
         """
         self._call("finalize", status)
         problems = []
@@ -134,7 +131,7 @@ class CustomLoggerWrapper:
 
 class _JsonLines:
     """A file of JSON lines, opened at the first write; each line is handed to the system at once.
-    While there is no space, lines wait in memory for the next write, and a warning says so.
+    While there is no space, lines wait in memory for the next write, with a warning.
     """
 
     def __init__(self, path: Path) -> None:
@@ -144,7 +141,6 @@ class _JsonLines:
         self._warned = False
 
     def write(self, record: dict[str, Any]) -> None:
-        """Append one line."""
         if self._number is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             _drop_torn_line(self.path)
@@ -195,7 +191,6 @@ def _drop_torn_line(path: Path) -> None:
 
 
 def _number(key: str, value: Any) -> float:
-    """Python number of a number, a one-element tensor or a NumPy scalar."""
     if hasattr(value, "item"):
         try:
             value = value.item()

@@ -12,14 +12,14 @@ The model is called as `model(tokens, position_ids, attention_mask=None, ...)`: 
 which is enough with right padding. Rows may hold several samples one behind the other: then the
 batch has `packed_position_ids` (int64 `[B, S]`, 0 where a sample begins), and no sample sees
 another. Under context parallelism the model gets this rank's share of the positions
-(`context_parallel`) and the other tensors of its samples whole; the ranks gather each other's
-outputs and then compute the same loss.
+(`context_parallel`) and the other tensors whole; the ranks gather each other's outputs and then
+compute the same loss.
 
-Scaling. A loss function returns this micro-batch's *share* of the loss of the global batch (see
-`nemo_aligner.core.losses`). Megatron divides by the number of micro-batches and averages gradients
-over data-parallel ranks, so the share is multiplied by both: the gradient is that of the sum of
-all shares, whatever the split. (Over context-parallel ranks Megatron itself undoes the average:
-the gradient of each is the part that passed through it.)
+A loss function returns this micro-batch's *share* of the loss of the global batch
+(`nemo_aligner.core.losses`). Megatron divides by the number of micro-batches and averages
+gradients over data-parallel ranks, so the share is multiplied by both: the gradient is that of the
+sum of all shares, whatever the split. (Over context-parallel ranks Megatron itself undoes the
+average.)
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -121,8 +121,8 @@ def _call_packed(
 
 
 def _output_options(model: Any) -> dict[str, bool]:
-    """Options that keep a bf16 language model from copying logits and gradient to float32, in
-    which `vocab_parallel` computes for logits of any dtype. The small output of a head is copied.
+    """Keep a bf16 language model from copying logits and gradient to float32, in which
+    `vocab_parallel` computes for any dtype. The small output of a head is copied.
     """
     while not isinstance(model, Float16Module) and hasattr(model, "module"):
         model = model.module
@@ -140,8 +140,7 @@ def _crop(
     output: torch.Tensor, model: torch.nn.Module, micro_batch: Batch, width: int
 ) -> torch.Tensor:
     """Remove the added columns from the output `[b, width]` of a head, and make rows of that of
-    packed samples. Logits stay as they are: `vocab_parallel` takes them with padding, and cutting
-    it off would copy their gradient.
+    packed samples. Logits keep them: cutting them off would copy their gradient.
     """
     if "packed_position_ids" in micro_batch:
         return output.view(-1, width, *output.shape[2:])
@@ -156,12 +155,11 @@ def _run_schedule(
     model_inputs: Iterable[str],
     forward_only: bool,
 ) -> list[Any]:
-    """Run the schedule; return what `consume(output, micro_batch)` returns on the last stage, in
-    the order of the plan. With gradients it is the loss function of Megatron's schedule.
+    """What `consume(output, micro_batch)` returns on the last stage, in the order of the plan.
+    With gradients it is the loss function of Megatron's schedule.
     """
     config = get_model_config(model_chunks[0])
     packed = "packed_position_ids" in batch  # the rows of a micro-batch make one
-    # What the stages of a pipeline send each other: width and samples.
     shapes = [(part.tokens, 1) if packed else (part.width, len(part.rows)) for part in plan]
     pipeline = parallel_state.get_pipeline_model_parallel_world_size() > 1
 
@@ -224,7 +222,10 @@ def forward_backward(
     keep_order: bool = False,
     together: int = 1,
 ) -> tuple[dict[str, float], Batch]:
-    """Forward (and backward) of one global batch; all ranks call it.
+    """Forward (and backward) of one global batch; all ranks call it. `UserError`:
+    `micro_batch_size` does not divide B, or virtual pipelining needs another number of
+    micro-batches. `NonFiniteError`: the loss or a gradient is NaN or infinite; on every rank,
+    before a weight has changed.
 
     Args:
         batch: this rank's samples; `tokens` int64 `[B, S]` and what `loss_fn` needs.
@@ -233,29 +234,19 @@ def forward_backward(
             partial sums over the global batch, and `loss` is one of the metrics. A metric is a
             scalar, or a tensor of moments (`nemo_aligner.core.metrics`). `output` is what the
             model's head returns, or `[b, S, V / TP]` logits of a language model, as
-            `vocab_parallel` takes them (in the model's precision, with padding of the positions,
-            under context parallelism a share of them).
+            `vocab_parallel` takes them.
         model_inputs: further keys of the batch that are handed to the model by name.
         lengths: int64 `[B]`, how many tokens of each sample the loss depends on, at least 1; None:
-            all. With the losses that balance experts, which are statistics of whole micro-batches,
-            nothing is cut and no sample moves.
-        micro_batch_tokens: most tokens that a micro-batch computes, in place of
-            `micro_batch_size`.
-        keep_order: micro-batches are consecutive samples, for a loss that depends on which share
-            one.
+            all. With the losses that balance experts, statistics of whole micro-batches, nothing
+            is cut and no sample moves.
+        micro_batch_tokens: most tokens of a micro-batch, in place of `micro_batch_size`.
+        keep_order: micro-batches are consecutive samples.
         together: so many consecutive samples stay in one micro-batch, in their order.
 
     Returns:
-        (metrics, moments), summed over micro-batches and data-parallel ranks, equal on every
-        rank: the scalars as numbers, the others as float64 tensors on the CPU. With gradients the
-        metrics include the balance losses of a mixture of experts (`expert_losses.py`), which are
-        means.
-
-    Raises:
-        UserError: `micro_batch_size` does not divide B, or virtual pipelining needs another number
-            of micro-batches.
-        NonFiniteError: the loss or a gradient is NaN or infinite; on every rank, before a weight
-            has changed.
+        (metrics, moments), summed over micro-batches and data-parallel ranks, equal on every rank:
+            the scalars as numbers, the others as float64 tensors on the CPU. With gradients the
+            metrics include the balance losses of experts (`expert_losses.py`), which are means.
     """
     config = get_model_config(model_chunks[0])
     balanced = has_balance_losses(config)
@@ -295,9 +286,7 @@ def forward_backward(
 
 
 def _sum_over_data_parallel(totals: Batch) -> tuple[dict[str, float], Batch]:
-    """Sum the last stage's `totals` over data-parallel ranks: (scalars, other tensors) on all
-    ranks.
-    """
+    """Sum the last stage's `totals` over data-parallel ranks: (scalars, other tensors) on all."""
     keys = sorted(totals)
     if keys:
         values = torch.cat([totals[key].reshape(-1) for key in keys])
@@ -324,10 +313,9 @@ def forward_collect(
     by_position: bool = False,
 ) -> torch.Tensor:
     """Forward pass of this rank's samples; all ranks call it, with equal shapes in a pipeline.
-
-    Data-parallel ranks may have samples of another number and width. With expert parallelism they
-    then make as many passes as the one with the most, because every pass needs the experts of all
-    ranks; so all of them must call it equally often.
+    Data-parallel ranks may have samples of another number and width. With expert parallelism all
+    must call it equally often: they make as many passes as the one with the most, because every
+    pass needs the experts of all ranks.
 
     Args:
         micro_batch_size: most samples per forward pass. Expert parallelism and virtual pipelining
@@ -339,7 +327,7 @@ def forward_collect(
 
     Returns:
         The outputs of all samples, `[B, ...]`, on every pipeline stage. With `by_position` they
-        have as many columns as for the whole batch, and 0 beyond the length of a sample.
+            have as many columns as for the whole batch, and 0 beyond the length of a sample.
     """
     rows, columns = batch["tokens"].shape
     sizes = micro_batch_size, micro_batch_tokens
@@ -373,9 +361,9 @@ def _count(
 def _in_order(
     outputs: Sequence[torch.Tensor], plan: Plan, rows: int, columns: int | None
 ) -> torch.Tensor:
-    """`[rows, ...]` in the order of the batch, from `[b, ...]` of each micro-batch. Outputs that
-    have positions get the `columns` of the batch's tokens, less what they have fewer than the
-    tokens of their micro-batch; None: their shapes are equal.
+    """`[rows, ...]` in the order of the batch, from `[b, ...]` of each micro-batch. Outputs with
+    positions get the `columns` of the batch's tokens, less what they lack of their micro-batch's;
+    None: their shapes are equal.
     """
     shape = list(outputs[0].shape)
     shape[0] = rows

@@ -2,11 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which samples share a forward pass, and how wide it is: planned from their lengths alone.
 
-Samples of similar length come together and each micro-batch is as wide as its longest sample, so
-that little padding is computed. The split may ask for more: widths that sequence and context
-parallel ranks can share, numbers that virtual pipelining can schedule and expert-parallel ranks
-have in common. `megatron_steps.py` carries a plan out and puts the results back into the order of
-the samples.
+Each micro-batch is as wide as its longest sample, so samples of similar length come together. The
+split may ask for more: widths that sequence and context parallel ranks can share, numbers that
+virtual pipelining can schedule and expert-parallel ranks have in common. `megatron_steps.py`
+carries a plan out and restores the order of the samples.
 """
 
 import bisect
@@ -26,14 +25,11 @@ from nemo_aligner.parallel.context_parallel import width_multiple
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Samples of one forward pass."""
-
     rows: tuple[int, ...]  # their places in the batch
     width: int  # columns that are computed of each
 
     @property
     def tokens(self) -> int:
-        """Tokens that are computed."""
         return len(self.rows) * self.width
 
 
@@ -45,12 +41,10 @@ def fewest_micro_batches(lengths: Sequence[int], tokens: int) -> int:
 def plan_micro_batches(
     lengths: Sequence[int], count: int, *, even_tokens: bool = False, keep_order: bool = False
 ) -> list[MicroBatch]:
-    """Share samples out to `count` micro-batches, the longest samples first: what needs most
-    memory runs first. Where there are fewer samples, the last micro-batches are copies of the
-    shortest one.
-
-    With `even_tokens` the largest number of computed tokens is the least possible; otherwise the
-    numbers of samples are even. `keep_order` (samples stay in their order) excludes it.
+    """Share samples out to `count` micro-batches, the longest first: what needs most memory runs
+    first. Where there are fewer samples, the last micro-batches are copies of the shortest one.
+    With `even_tokens`, which excludes `keep_order`, the largest number of computed tokens is the
+    least possible; otherwise the numbers of samples are even.
     """
     order = list(range(len(lengths)))
     if not keep_order:
@@ -68,7 +62,7 @@ def plan_micro_batches(
 
 
 def with_rows_together(plan: Sequence[MicroBatch], together: int) -> list[MicroBatch]:
-    """A plan for samples from one for groups of `together` consecutive samples."""
+    """A plan for samples from a plan for groups of `together` consecutive samples."""
 
     def rows(part: MicroBatch) -> tuple[int, ...]:
         return tuple(row * together + place for row in part.rows for place in range(together))
@@ -97,7 +91,7 @@ def _sizes_within(widths: Sequence[int], tokens: int) -> list[int]:
 
 def _sizes_of_even_tokens(widths: Sequence[int], count: int) -> list[int]:
     """Sizes of `count` consecutive groups, the largest with as few tokens as possible; `widths`
-    descend, and there are at least `count`.
+    descend, at least `count`.
     """
     limits = range(widths[0], widths[0] * len(widths) + 1)
     enough = bisect.bisect_left(
@@ -133,9 +127,7 @@ def plan_of_rank(
 ) -> Plan:
     """The micro-batches of this rank's samples, of which `tokens` int64 `[B, S]` has the shape;
     all ranks call it, those of a model-parallel group with equal arguments. `training`: no sample
-    may be in two micro-batches. The other arguments are those of
-    `megatron_steps.forward_backward`.
-
+    may be in two micro-batches. Other arguments as of `megatron_steps.forward_backward`.
     `UserError`: in training, the samples do not make whole micro-batches, or virtual pipelining
     needs another number of them.
     """
@@ -186,7 +178,6 @@ def micro_batch_group(model_chunks: Sequence[torch.nn.Module]) -> int:
 
 
 def _check_micro_batches(samples: int, micro_batch_size: int, group: int) -> None:
-    """Refuse a number of samples per rank that does not make whole (groups of) micro-batches."""
     size, remedy = f"model.micro_batch_size={micro_batch_size}", "change it or global_batch_size."
     if samples % micro_batch_size:
         raise UserError(

@@ -6,9 +6,8 @@ and one update by them.
 The schedule counts optimizer updates. CosineAnnealing is: linear warm-up over `warmup_steps`
 updates, cosine from `lr` to `min_lr` until `max_steps - constant_steps`, then `min_lr` (in a job
 too short for that, without the constant phase). The first update already has a rate above zero
-(`lr / (warmup + 1)`); with `constant_steps` it is exactly zero in NeMo, which wastes the first
-rollout. Annealing schedules other than the cosine are classes of NeMo's registry
-(`NemoSchedule`). Names and rules are in `config/optim_rules.py`.
+(`lr / (warmup + 1)`), unlike in NeMo with `constant_steps`. Other annealing schedules are classes
+of NeMo's registry (`NemoSchedule`). Names and rules are in `config/optim_rules.py`.
 """
 
 import dataclasses
@@ -70,9 +69,8 @@ def wrap_with_ddp(
     for chunk in model_chunks:
         for name, parameter in chunk.named_parameters():
             if EXPERTS in name:
-                # Megatron Core gives experts their own optimizer only where they are spread over
-                # ranks. With one everywhere, a checkpoint has the same form at every
-                # expert_model_parallel_size.
+                # Megatron Core gives experts an optimizer of their own only if they are spread.
+                # With one everywhere, checkpoints have one form at all expert_model_parallel_size.
                 parameter.allreduce = False
     several = parallel_state.get_data_parallel_world_size(with_context_parallel=True) > 1
     overlap = bool(optim_cfg.overlap_grad_sync) and several
@@ -83,14 +81,12 @@ def wrap_with_ddp(
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=overlap,
         use_distributed_optimizer=OPTIMIZERS[optim_cfg.name].distributed,
-        # Megatron's check raises on one rank and leaves the others in the reduction;
-        # training/finite.py raises on all of them.
+        # Megatron's check raises on one rank alone; training/finite.py on all of them.
         check_for_nan_in_grad=False,
         bucket_size=int(bucket_mb * 2**20 / 4) if bucket_mb else None,
     )
-    # Without overlap a bucket is all weights of one dtype anyway, and each must be communicated by
-    # itself: sent together, gloo mixes up the bytes of buckets of two dtypes (a bf16 model with an
-    # fp32 head).
+    # Without overlap a bucket is all weights of one dtype anyway. Each is communicated by itself:
+    # gloo mixes up the bytes of buckets of two dtypes (a bf16 model with an fp32 head).
     wrapped = [
         DistributedDataParallel(
             chunk.config, ddp_config, chunk, disable_bucketing=overlap and n > 0
@@ -106,8 +102,8 @@ def wrap_with_ddp(
 
 
 def _with_given_fields(config_class: type, optim_cfg: DictConfig, **settings: Any) -> Any:
-    """Megatron Core's configuration of `settings` and of the fields among
-    `model.optim.mcore_customization_config` that are its own; `ConfigError`: one cannot be given.
+    """Megatron Core's configuration of `settings` and its own fields among
+    `model.optim.mcore_customization_config`; `ConfigError`: one cannot be given.
     """
     section = to_plain(optim_cfg.get("mcore_customization_config")) or {}
     classes = (DistributedDataParallelConfig, OptimizerConfig)
@@ -140,10 +136,9 @@ def is_pytorch_adam(optimizer: torch.optim.Optimizer | None) -> bool:
 
 
 def _start_states(optimizer: MegatronOptimizer) -> None:
-    """Give every parameter its (zero) state now: of Adam, and of SGD with momentum. Megatron Core
-    reads the states when it saves and loads a checkpoint, also before any step has made them. For
-    SGD it brings no function that makes them, and that for Adam leaves out the step count of
-    PyTorch's own.
+    """Give every parameter its (zero) state of Adam or SGD with momentum now: Megatron Core reads
+    the states when it saves or loads a checkpoint, also before a step. It makes none for SGD, and
+    leaves out the step count of PyTorch's Adam.
     """
     for part in chained_optimizers(optimizer):
         inner = part.optimizer
@@ -164,8 +159,8 @@ def _start_states(optimizer: MegatronOptimizer) -> None:
 
 
 def _fuse_adam(optimizer: MegatronOptimizer) -> None:
-    """Let PyTorch's own Adam update a weight in a single pass on a CPU, also after a checkpoint,
-    which may come from another kind of machine, was loaded.
+    """Let PyTorch's Adam update a weight in one pass on a CPU, also after a checkpoint of another
+    kind of machine was loaded.
     """
     fused = get_device().type == "cpu"
 
@@ -191,8 +186,8 @@ def _parameter_groups(
     model_chunks: Sequence[torch.nn.Module], config: OptimizerConfig
 ) -> dict[ParamKey, dict[str, Any]]:
     """Megatron's own groups (no weight decay on biases and norms), split by dtype: in a group of
-    two the distributed optimizer saves and loads the states of one weight as those of another.
-    What tells the groups apart is a learning rate that equals the common one.
+    two the distributed optimizer confuses the states of weights. What tells the groups apart is a
+    learning rate that equals the common one.
     """
     for chunk in model_chunks:
         parameter: Any  # gets an attribute that `ParamKey` reads
@@ -207,8 +202,8 @@ def _parameter_groups(
 def build_optimizer(
     model_chunks: Sequence[DistributedDataParallel], optim_cfg: DictConfig, dtype: torch.dtype
 ) -> MegatronOptimizer:
-    """Build Megatron's optimizer over chunks of `wrap_with_ddp`, with weights of `dtype`, on all
-    ranks; errors as there.
+    """Megatron's optimizer over chunks of `wrap_with_ddp`, with weights of `dtype`; all ranks call
+    it; errors as there.
     """
     check_optim(optim_cfg)
     kind = OPTIMIZERS[optim_cfg.name]
@@ -239,9 +234,8 @@ def build_optimizer(
 
 class NemoSchedule(OptimizerParamScheduler):
     """Learning rates of a schedule class of NeMo's registry, which counts updates; `options` are
-    its keyword arguments, without None. The rate after n updates depends on n alone, so a resumed
-    job goes on with it exactly. `ConfigError`: the class refuses its arguments, or gives a rate
-    that is not finite.
+    its keyword arguments, without None. The rate after n updates depends on n alone.
+    `ConfigError`: the class refuses its arguments, or gives a rate that is not finite.
     """
 
     def __init__(
@@ -280,7 +274,7 @@ class NemoSchedule(OptimizerParamScheduler):
         return self._rate(self.num_steps)
 
     def _rate(self, updates: int) -> float:
-        """The rate after so many updates; those before it are computed in order, once."""
+        """Computed in order, once."""
         while len(self._rates) <= updates:
             try:
                 if self._rates:
@@ -302,7 +296,6 @@ class NemoSchedule(OptimizerParamScheduler):
 
 
 def _constant_weight_decay(weight_decay: float) -> dict[str, Any]:
-    """Arguments of Megatron Core's schedule that every job has."""
     return {
         "start_wd": weight_decay,
         "end_wd": weight_decay,
@@ -317,8 +310,8 @@ def _constant_weight_decay(weight_decay: float) -> dict[str, Any]:
 def build_scheduler(
     optimizer: MegatronOptimizer, optim_cfg: DictConfig, max_steps: int
 ) -> OptimizerParamScheduler:
-    """Build the learning-rate schedule over `max_steps` updates (see the module docstring); errors
-    as of `wrap_with_ddp`.
+    """The schedule over `max_steps` updates (see the module docstring); errors as of
+    `wrap_with_ddp`.
     """
     check_optim(optim_cfg)
     lr, sched = optim_cfg.lr, optim_cfg.sched
@@ -385,8 +378,8 @@ def optimizer_step(
     optimizer: Optimizer, scheduler: Scheduler, clip_val: float | None
 ) -> float | None:
     """Clip to `clip_val`, update the weights and the learning rate; all ranks call it. Returns the
-    gradient norm before clipping, or None when clipping is off. `NonFiniteError`: the norm is NaN
-    or infinite, or the optimizer refused the step.
+    norm before clipping, or None when clipping is off. `NonFiniteError`: the norm is NaN or
+    infinite, or the optimizer refused the step.
     """
     clip_gradients(optimizer, clip_val)
     succeeded, grad_norm, _num_zeros = optimizer.step()
@@ -400,7 +393,6 @@ def optimizer_step(
 
 
 def learning_rate(optimizer: Optimizer) -> float:
-    """Current learning rate of the first parameter group."""
     return float(optimizer.param_groups[0]["lr"])
 
 

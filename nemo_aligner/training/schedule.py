@@ -13,8 +13,8 @@ from nemo_aligner.core.interfaces import PromptSampler
 
 
 def compute_limit_batches(number_of_batches: int, limit_batches: int | float | None) -> int:
-    """Number of batches to use: `limit_batches` is a fraction (a float; at least one batch unless
-    0), a cap (an int), or None for all. `ConfigError`: a negative limit, or a float above 1.
+    """Batches to use: `limit_batches` is a fraction (a float; at least one batch unless 0), a cap
+    (an int), or None for all. `ConfigError`: a negative limit, or a float above 1.
     """
     if limit_batches is None:
         return number_of_batches
@@ -36,8 +36,7 @@ def compute_limit_batches(number_of_batches: int, limit_batches: int | float | N
 
 def interval_in_steps(key: str, interval: int | float, steps_per_epoch: int) -> int:
     """Steps between two validations or checkpoints (`key`); 0 and below: never. `interval` is in
-    steps, or as a float a part of an epoch, of which at least one step is left; else
-    `ConfigError`.
+    steps, or a float: a part of an epoch, of at least one step (else `ConfigError`).
     """
     if not isinstance(interval, float):
         return interval
@@ -59,8 +58,6 @@ class BatchLoader(Protocol):
 
 
 class Counters(Protocol):
-    """The counters of a trainer."""
-
     consumed_samples: int
     step: int
     max_steps: int
@@ -87,7 +84,6 @@ def compute_max_steps(num_steps_per_epoch: int, max_epochs: int, max_steps: int)
 
 
 def say_complete(step: int, max_steps: int, section: str) -> None:
-    """Say that a job at `step` has nothing to do, and what to change in `section`."""
     logging.warning(
         f"step {step} of {max_steps}: training is already complete, nothing was trained; raise "
         f"{section}.max_steps or max_epochs to continue, or give another job a folder of its own "
@@ -109,9 +105,7 @@ def warn_of_unreachable_steps(section: str, cfg: Any, reached: int, steps_per_ep
 
 
 def endless_batches(dataloader: BatchLoader, counters: Counters) -> Iterator[Any]:
-    """Yield the batches of a data loader, epoch after epoch, from the trainer's position;
-    `UserError`: there is none.
-    """
+    """The batches, epoch after epoch, from the trainer's position; `UserError`: there is none."""
     while True:
         # A loader with workers runs ahead of the training, so the position is set here, not taken
         # from the sampler.
@@ -141,12 +135,10 @@ def check_progress(
     must_save: bool = False,
 ) -> tuple[bool, bool, bool]:
     """What to do after `step` finished steps: (run validation, save a checkpoint, training is at
-    its end).
-
-    Validation is on if there are batches for it and its interval is positive; saving if its
-    interval is positive. Each happens at the multiples of its interval, at the end, and when the
-    time is over; a validation also with a save at its interval, whose checkpoint is ranked by it;
-    a save also when the job must end (`must_save`).
+    its end). Validation is on if there are batches for it and its interval is positive; saving if
+    its interval is positive. Each happens at the multiples of its interval, at the end, and when
+    the time is over; a validation also with a save at its interval, whose checkpoint is ranked by
+    it; a save also when the job must end (`must_save`).
     """
     validation_enabled = limit_val_batches != 0 and val_check_interval > 0
     save_enabled = save_interval > 0
@@ -162,9 +154,9 @@ def supervised_max_steps(
     trainer_cfg: DictConfig, train_dataloader: BatchLoader, more_steps: int = 0
 ) -> int:
     """Optimizer updates of a supervised job, the horizon of its learning rate, from its complete
-    section `trainer.sft`, ... (`max_iterations`, of SPIN, says how often its epochs are repeated)
-    and the `more_steps` that the epochs have because global batches had another size for some
-    time. `ConfigError`: neither epochs nor steps say when training ends.
+    section `trainer.sft`, ... (`max_iterations`, of SPIN: repetitions of its epochs) and the
+    `more_steps` of epochs that had another global batch size for some time. `ConfigError`: neither
+    epochs nor steps say when training ends.
     """
     max_epochs, max_steps = trainer_cfg.max_epochs, trainer_cfg.max_steps
     limits = [] if max_steps is None or max_steps < 0 else [max_steps]

@@ -4,8 +4,8 @@
 the time limit.
 
 A request that comes in a step waits for its end, where all ranks agree on it, save and leave. One
-that comes before the first step, and a second SIGTERM or Ctrl-C, end the process at once. Servers
-have their own way to end (`servers/server_loop.py`). Imports nothing heavy.
+before the first step, and a second SIGTERM or Ctrl-C, end the process at once. Servers have their
+own way to end (`servers/server_loop.py`). Imports nothing heavy.
 """
 
 import contextlib
@@ -38,7 +38,6 @@ class StopRequests:
     Attributes:
         received: the first signal, None before one.
         step, max_steps: finished steps (None before the loop), and those of the whole job.
-        has_trained: this process has finished a step.
     """
 
     def __init__(self) -> None:
@@ -64,10 +63,10 @@ class StopRequests:
     def watching(
         self, end: Callable[[ExitCode, int], object], is_job: bool = True
     ) -> Iterator[None]:
-        """Inside, `SIGNALS` are requests, except a Ctrl-C that a shell keeps from jobs in its
-        background. A thread sees them: the main thread may be in a collective that never ends.
-        `end` ends the process at once, with what belongs to it; it gets the code and the signal.
-        `is_job`: the same command continues what a Ctrl-C ends.
+        """Inside, `SIGNALS` are requests, except a Ctrl-C that a shell keeps from background jobs.
+        A thread sees them: the main thread may be in a collective that never ends. `end` ends the
+        process at once, with what belongs to it; it gets the code and the signal. `is_job`: the
+        same command continues what a Ctrl-C ends.
         """
         if self._watching or threading.current_thread() is not threading.main_thread():
             yield
@@ -86,7 +85,6 @@ class StopRequests:
                 thread.join()
 
     def _watch(self, read_end: int) -> None:
-        """Thread: take the signals."""
         while self._watching:
             if select.select([read_end], [], [], 0.3)[0]:
                 for number in os.read(read_end, 64):
@@ -134,8 +132,8 @@ class StopRequests:
 
     @contextlib.contextmanager
     def in_loop(self, step: int, max_steps: int, saves: bool) -> Iterator[None]:
-        """Inside, a request waits for the end of the running step; `step`: finished steps,
-        `saves`: the job writes checkpoints.
+        """Inside, a request waits for the end of the running step; `step` are finished, and the
+        job `saves` checkpoints or not.
         """
         self.step, self.max_steps, self._saves = step, max_steps, saves
         self._step_s, self._last_boundary = None, time.monotonic()
@@ -147,9 +145,7 @@ class StopRequests:
             self._in_loop = False
 
     def after_step(self, step: int, run_timer: "RunTimer") -> JobStopped | None:
-        """Why the job ends after `step` finished steps, the same on every rank; None: it goes on,
-        or has finished.
-        """
+        """Why the job ends after `step` finished steps, equal on every rank; None: it does not."""
         now = time.monotonic()
         self.has_trained = True
         self.step, self._step_s, self._last_boundary = step, now - self._last_boundary, now
@@ -160,7 +156,7 @@ class StopRequests:
         return self._stop(self.received or 0)
 
     def _stop(self, request: int) -> JobStopped | None:
-        """What the requests of all ranks, each a signal, `TIME_IS_OVER` or 0, lead to."""
+        """What the requests of all ranks (a signal, `TIME_IS_OVER` or 0) lead to."""
         number = _largest_of_ranks(request)
         if not number or self.step == self.max_steps:
             return None
@@ -169,9 +165,7 @@ class StopRequests:
         return JobStopped(ExitCode.PRE_EMPTED, _name(number))
 
     def leave(self, stop: JobStopped) -> None:
-        """End the job, which has saved, by raising `stop`; `ending.json` is there before any rank
-        has left.
-        """
+        """End the job, which has saved, by raising `stop`, once `ending.json` is there."""
         self._has_left = True  # launchers repeat signals while the ranks leave one by one
         note_ending(stop.code, stop.reason, self.step)
         if is_rank_zero():
@@ -184,22 +178,20 @@ class StopRequests:
 
 
 def ignore_signals(_worker: int = 0) -> None:
-    """In a worker process that a job needs until its end: signals to the whole process group are
-    for the job, which ends its workers by other means.
+    """In a worker process that a job needs until its end and ends by other means: signals to the
+    whole process group are for the job.
     """
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 
 def _largest_of_ranks(number: int) -> int:
-    """The largest `number` of all ranks, which all call it."""
     from nemo_aligner.parallel.collectives import largest  # by now torch is imported
 
     return largest(number)
 
 
 def _name(number: int) -> str:
-    """A signal as a user calls it."""
     return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
 
 

@@ -58,8 +58,8 @@ class ScopedTimer:
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """Time the scope as `name`; one that raises leaves no duration. `ValueError`: `name`
-        already has `buffer_size` durations that were not consumed.
+        """Time the scope, unless it raises. `ValueError`: `buffer_size` durations of `name` are
+        waiting.
         """
         if len(self._durations.get(name, ())) == self._buffer_size:
             remedy = "call consume_durations() before timing it again"
@@ -93,8 +93,8 @@ class ScopedTimer:
 
 
 class SyncTimer(ScopedTimer):
-    """NeMo-Aligner's older timer: `ScopedTimer`, with `start`, `stop` and `get` by name, and
-    durations that are the same on all data-parallel ranks (by `reduce_op`).
+    """NeMo-Aligner's older timer: with `start`, `stop` and `get` by name, and durations that are
+    the same on all data-parallel ranks (by `reduce_op`).
     """
 
     def __init__(
@@ -111,7 +111,6 @@ class SyncTimer(ScopedTimer):
         self.stored_results: dict[str, list[float]] = {}
 
     def start(self, name: str = "") -> None:
-        """Start the clock of `name`."""
         self._started[name] = self._now()
 
     def stop(self, name: str = "") -> None:
@@ -128,7 +127,6 @@ class SyncTimer(ScopedTimer):
         return self._reduce(self._stopped[name])
 
     def stop_and_get_time(self, name: str = "") -> float:
-        """`stop`, then `get`."""
         self.stop(name)
         return self.get(name)
 
@@ -147,8 +145,8 @@ class SyncTimer(ScopedTimer):
         self.stored_results.setdefault(name, []).append(self.get(name))
 
     def sync_and_consume_over_stored_time(self, name: str = "") -> Iterator[float]:
-        """Yield what was stored for `name`, reduced over the data-parallel ranks, and forget it;
-        they all iterate to the end.
+        """What was stored, reduced over the data-parallel ranks, which iterate to the end; forget
+        it.
         """
         if name in self.stored_results:
             yield from self.sync_time(self.stored_results.pop(name)).tolist()

@@ -1,14 +1,13 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""How many tokens the passes of this process computed, how many of them were no padding, and how
-fast.
+"""How many tokens the passes of this process computed, how many were no padding, and how fast.
 
 `megatron_steps.py` counts, trainers read the counts once per step and log them.
 
 FLOPs are those of the matrix products of a whole model for tokens that are no padding, as in
-appendix B of PaLM (Chowdhery et al., 2022), but with attention to the positions before a token
-alone. What is computed twice (recomputation) or for nothing (padding) does not count, so the share
-of the peak is the model FLOP utilisation (MFU). With an attention window it is a little too high.
+appendix B of PaLM (Chowdhery et al., 2022), but with attention to earlier positions alone. What is
+computed twice (recomputation) or for nothing (padding) does not count: the share of the peak is
+the model FLOP utilisation (MFU). With an attention window it is a little too high.
 """
 
 from collections.abc import Mapping
@@ -33,8 +32,8 @@ _counts = {FORWARD: [0, 0, 0, 0], TRAIN: [0, 0, 0, 0]}
 
 
 def count_tokens(phase: str, samples: int, real: int, computed: int, flops: int) -> None:
-    """Add a pass over so many samples: the tokens up to their lengths, all tokens, and FLOPs for
-    the former.
+    """Add a pass over `samples`: tokens up to their lengths, all tokens, and FLOPs for the
+    former.
     """
     for index, number in enumerate((samples, real, computed, flops)):
         _counts[phase][index] += number
@@ -52,11 +51,10 @@ def take_token_counts(
     """Counts since the last call, as metrics, over all data-parallel ranks; all ranks call it with
     the `names` of the phases, and the `seconds` that those took, by name.
 
-    Returns:
-        Of each phase that computed something: `<name>_computed`, tokens, and
-        `<name>_real_fraction`, equal on every rank; and, if it has seconds, its speed per rank of
-        the job, by this rank's: `<name>_tokens_per_s` (no padding), `<name>_samples_per_s`,
-        `<name>_tflops` and, on a known GPU, `<name>_mfu`.
+    Of each phase that computed something: `<name>_computed`, tokens, and `<name>_real_fraction`,
+    equal on every rank; and, if it has seconds, its speed per rank of the job, by this rank's:
+    `<name>_tokens_per_s` (no padding), `<name>_samples_per_s`, `<name>_tflops` and, on a known
+    GPU, `<name>_mfu`.
     """
     counts = torch.tensor([_counts[phase] for phase in names], dtype=torch.float64)
     forget_token_counts()
@@ -89,8 +87,8 @@ def log_token_counts(
     speeds: Mapping[str, float] = MappingProxyType({}),
 ) -> dict[str, float]:
     """Log `take_token_counts` as the families `tokens/` and `speed/`; returns the latter, with
-    other `speeds` and on a GPU with `memory_peak_gb`, of the rank that took most since the last
-    call; all ranks call it.
+    other `speeds` and on a GPU `memory_peak_gb` of the rank that took most since the last call;
+    all ranks call it.
     """
     tokens, counted = take_token_counts(names, seconds)
     speeds = {**speeds, **counted}
@@ -133,12 +131,11 @@ PEAK_TFLOPS = {
 
 
 def peak_tflops(card: str) -> float | None:
-    """Dense bf16 TFLOP/s of the card with this name; None: not known."""
+    """None: not known."""
     return next((peak for name, peak in PEAK_TFLOPS.items() if name in card), None)
 
 
 def peak_of_this_card() -> float | None:
-    """`peak_tflops` of this process's GPU; None without one."""
     return peak_tflops(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
 
 
@@ -161,14 +158,13 @@ def flops_per_token(config: TransformerConfig, outputs: int) -> tuple[int, int]:
 
 
 def attended_pairs(lengths: Tensor) -> int:
-    """Pairs of a token and a position up to its own, of samples of `lengths` tokens."""
     lengths = lengths.long()
     return int((lengths * (lengths + 1) // 2).sum())
 
 
 def pass_flops(module: torch.nn.Module, tokens: int, pairs: int, training: bool) -> int:
     """FLOPs of a pass over so many tokens and pairs (see `flops_per_token`) through the model of
-    which `module` is a chunk. Backward takes twice those of forward. Frozen linear layers need no
+    which `module` is a chunk. Backward takes twice those of forward; frozen linear layers need no
     gradient of their weights, and the products of adapters do not count.
     """
     (model,) = unwrap_model([module])
