@@ -1,9 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""How the prompts of one rollout reach the data-parallel ranks.
-
-`DefaultBatchIterator` gives each rank the micro-batches of its own sampler, `StoreBatchIterator`
-the next of a common queue when it is free. Either way all together get each micro-batch once.
+"""How the prompts of one rollout reach the data-parallel ranks, each micro-batch once: by the
+rank's own sampler (`DefaultBatchIterator`) or from a common queue (`StoreBatchIterator`).
 """
 
 import itertools
@@ -52,9 +50,9 @@ class DefaultBatchIterator:
 class StoreBatchIterator(DefaultBatchIterator):
     """A work queue over an atomic counter in the store of the job's process group.
 
-    All ranks construct one together. Then the first rank of each model-parallel group takes
-    tickets from the counter and sends them to the others. Without a process group it is a
-    `DefaultBatchIterator`. `ConfigError`: the job has expert parallelism.
+    All ranks construct one together; the first of each model-parallel group takes tickets and
+    sends them to the others. Without a process group it is a `DefaultBatchIterator`.
+    `ConfigError`: the job has expert parallelism.
     """
 
     # The same number on all ranks, which construct their iterators in the same order.
@@ -89,7 +87,7 @@ class StoreBatchIterator(DefaultBatchIterator):
             yield self._collate(self.microbatches[ticket])
 
     def _take_ticket(self, store: dist.Store) -> int:
-        """The next number of the queue, the same on all ranks of this model-parallel group."""
+        """The queue's next number, the same on all ranks of this model-parallel group."""
         group = parallel_state.get_model_parallel_group()
         if group is None:  # not the ranks of the whole job
             return store.add(self.key, 1) - 1
@@ -97,9 +95,7 @@ class StoreBatchIterator(DefaultBatchIterator):
 
 
 class HTTPBatchIterator(StoreBatchIterator):
-    """`StoreBatchIterator` with NeMo-Aligner's arguments for its Flask server, which are not
-    used: `shared_set`, `host` and `port`.
-    """
+    """With NeMo-Aligner's arguments for its Flask server, which are not used."""
 
     def __init__(self, shared_set: Any, host: str, port: int, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -113,25 +109,21 @@ class SharedSet:
         self.lock = threading.Lock()
 
     def clear(self) -> None:
-        """Remove all."""
         with self.lock:
             self.data.clear()
 
     def set_idx(self, ids: Iterable[int]) -> None:
-        """Add `ids`."""
         with self.lock:
             self.data.update(ids)
 
     def get_idx(self, batch_size: int) -> list[int]:
-        """Take `batch_size` of them, or what is left."""
         with self.lock:
             return [self.data.pop() for _ in range(min(batch_size, len(self.data)))]
 
 
 def _gather_microbatches(own: list[list[int]]) -> list[list[int]]:
     """The micro-batches of all data-parallel ranks, in turns; every rank of the job calls it."""
-    # Of all ranks, as the data-parallel group may be another one in generation; each rank of that
-    # in training counts once.
+    # Each rank of training's data-parallel group counts: in generation it may be another group.
     shares = gathered((parallel_state.get_data_parallel_rank(), own))
     by_rank = [microbatches for _rank, microbatches in sorted(dict(shares).items())]
     turns = itertools.chain(*itertools.zip_longest(*by_rank))
@@ -141,7 +133,7 @@ def _gather_microbatches(own: list[list[int]]) -> list[list[int]]:
 def get_batch_iterator_cls(
     batch_iterator_cfg: DictConfig | dict[str, Any] | None = None,
 ) -> type[DefaultBatchIterator]:
-    """The iterator that `trainer.ppo.batch_iterator` asks for: `use_flask` is the work queue."""
+    """By `trainer.ppo.batch_iterator`: `use_flask` is the work queue."""
     if not complete(batch_iterator_cfg, "gpt_ppo_actor", "trainer.ppo.batch_iterator").use_flask:
         return DefaultBatchIterator
     logging.info(

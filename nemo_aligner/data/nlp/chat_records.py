@@ -28,36 +28,31 @@ ASSISTANT = "assistant"
 CONVERSATIONS, PAIR = ("messages", "conversations"), ("chosen", "rejected")
 BESIDE = ("system", "tools", "chat_template_kwargs", "mask", "type")  # fields of a conversation
 A_SAMPLE = ("text", "prompt", *CONVERSATIONS, *BESIDE)
-# Names of an assistant's thoughts beside its content.
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 
 
 class EqualPairError(UserError):
-    """A pair in which nothing can be preferred."""
-
     def __init__(self, how: str = "are equal") -> None:
         super().__init__(f"'chosen' and 'rejected' {how}, so there is nothing to prefer.")
 
 
 def conversation_field(record: Record) -> str | None:
-    """`messages` or `conversations`, which of them a record has; None: neither."""
     return next((field for field in CONVERSATIONS if record.get(field) is not None), None)
 
 
 def holds_conversation(record: Record) -> bool:
-    """Whether a record holds messages, and not just texts."""
+    """It has messages, and not just texts."""
     if any(isinstance(record.get(field), list) for field in ("prompt", "response", *PAIR)):
         return True
     return "text" not in record and conversation_field(record) is not None
 
 
 def holds_pair(record: Record) -> bool:
-    """Whether a record is a preference pair."""
     return "chosen" in record or "rejected" in record
 
 
 def by_our_names(record: Record) -> Record:
-    """A record with the fields `chosen` and `rejected`; NeMo-Aligner's hold one message each."""
+    """With `chosen` and `rejected`; NeMo-Aligner's fields hold one message each."""
     record = dict(record)
     for field in PAIR:
         value = record.pop(f"{field}_response", None)
@@ -67,7 +62,6 @@ def by_our_names(record: Record) -> Record:
 
 
 def conversation_messages(record: Record) -> list[Message]:
-    """The messages of a record's conversation, its system message first."""
     field = conversation_field(record)
     if field is None:
         raise UserError(
@@ -93,7 +87,6 @@ def prompt_messages(record: Record) -> list[Message]:
 
 
 def is_trained(message: Message) -> bool:
-    """Whether a message is one that supervised fine-tuning learns from."""
     return message["role"] == ASSISTANT and message.get("weight") != 0
 
 
@@ -107,7 +100,7 @@ def each_turn(record: Record) -> list[Record]:
 
 
 def pair_messages(record: Record) -> tuple[list[Message], list[Message], int]:
-    """The conversations of a pair, the better one first, and the place from which they differ."""
+    """Both conversations, the better one first, and the place from which they differ."""
     if any(record.get(field) is None for field in PAIR):
         raise missing(PAIR, record)
     prompt = None if record.get("prompt") is None else _with_system(record, _prompt(record))
@@ -129,7 +122,7 @@ def pair_messages(record: Record) -> tuple[list[Message], list[Message], int]:
 
 
 def speaks_to_assistant(record: Record) -> bool:
-    """Whether anybody but the assistant says something in the prompt of a record."""
+    """Anybody but the assistant says something in the prompt."""
     field = next(f for f in ("prompt", *CONVERSATIONS, "chosen") if record.get(f) is not None)
     texts = [record.get("system"), record[field]]
     if isinstance(record[field], list):
@@ -153,7 +146,7 @@ def other_prompt(first: Record, second: Record) -> str:
 
 
 def _said(message: Message) -> tuple[str, str, Any]:
-    """Who speaks, the text, and the calls of tools."""
+    """Speaker, text, and the calls of tools."""
     names = ("from", "value") if "from" in message else ("role", "content")
     speaker, content = (message.get(name) for name in names)
     role = str(speaker).lower()
@@ -161,9 +154,7 @@ def _said(message: Message) -> tuple[str, str, Any]:
 
 
 def response_messages(record: Record) -> tuple[list[Message], int]:
-    """The conversation of `prompt` and `response`, a text or the messages that follow, and the
-    place where the response begins.
-    """
+    """`prompt` with `response`, a text or messages, and the place where the response begins."""
     if record.get("prompt") is None or record.get("response") is None:
         raise missing(("prompt", "response"), record)
     prompt = _with_system(record, _prompt(record))
@@ -171,7 +162,6 @@ def response_messages(record: Record) -> tuple[list[Message], int]:
 
 
 def check_response(messages: list[Message], field: str) -> None:
-    """Raise `UserError` unless a conversation ends with a message of the assistant."""
     role = messages[-1]["role"]
     if role != ASSISTANT:
         raise UserError(
@@ -181,7 +171,6 @@ def check_response(messages: list[Message], field: str) -> None:
 
 
 def record_tools(record: Record) -> list[Any] | None:
-    """The tools that a template is told of, a list; None without."""
     tools = record.get("tools")
     if isinstance(tools, str) and not tools.strip():
         return None
@@ -189,7 +178,6 @@ def record_tools(record: Record) -> list[Any] | None:
 
 
 def template_options(record: Record) -> dict[str, Any]:
-    """What a record gives to the template by name, an object."""
     given = record.get("chat_template_kwargs") or {}
     options: dict[str, Any] = _from_json(given, dict, "field 'chat_template_kwargs'")
     return options
@@ -250,7 +238,7 @@ def _message(item: Any, where: str, as_named: bool) -> Message:
 
 
 def _text(content: Any, what: str) -> str:
-    """A text, or the texts of a list of parts joined; `what` is its name in messages."""
+    """A text, or the texts of a list of parts joined."""
     if not isinstance(content, str | list):
         raise UserError(f"{what} must be text, not {type(content).__name__}.")
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
@@ -285,7 +273,6 @@ def _prompt(record: Record) -> list[Message]:
 
 
 def _with_system(record: Record, messages: list[Message]) -> list[Message]:
-    """`messages` after what the field `system` says."""
     system = record.get("system")
     if system is None or system == "":
         return messages
@@ -296,7 +283,6 @@ def _with_system(record: Record, messages: list[Message]) -> list[Message]:
 
 
 def _whole(record: Record, field: str, prompt: list[Message] | None) -> list[Message]:
-    """The conversation that ends with the response in `field`."""
     value = record[field]
     if isinstance(value, str):
         if prompt is None:

@@ -48,7 +48,7 @@ Decode = Callable[[list[int]], str]
 # (messages, with the generation prompt) -> text
 Render = Callable[[Sequence[Message], bool], str]
 Span = tuple[int, int]  # start and end in characters
-# What stands around the marked parts of a text: characters that no text has.
+# Around the marked parts of a text: characters that no text has.
 MARK_START, MARK_END = "\ufdd0", "\ufdd1"
 A_RESPONSE = "\ufdd2"  # what stands for one
 
@@ -56,7 +56,6 @@ A_RESPONSE = "\ufdd2"  # what stands for one
 def find_turns(
     text: str, messages: Sequence[Message], trained: Set[int], render: Render, turn_end: "TurnEnd"
 ) -> list[Span]:
-    """The turns `trained` (places) in `text`, which the template wrote for all of `messages`."""
     spans: list[Span] = []
     for place in sorted(trained):
         number, is_last = place + 1, place + 1 == len(messages)
@@ -88,8 +87,8 @@ def find_turns(
 def marked_turns(
     text: str, messages: Sequence[Message], trained: Set[int], turn_end: "TurnEnd"
 ) -> tuple[str, list[Span]]:
-    """`text` without its marks, and the marked parts that are of the messages `trained`, each with
-    its end-of-turn token. Some templates mark only the last turns.
+    """`text` without marks, and the marked parts of the messages `trained`, each with its
+    end-of-turn token. Some templates mark only the last turns.
     """
     text = text.replace(MARK_END + MARK_START, "")  # two marked parts of one turn
     borders = [0]
@@ -122,8 +121,8 @@ def marked_turns(
 
 
 def encode_turns(text: str, spans: Sequence[Span], tokenize: Tokenize, decode: Decode) -> Encoded:
-    """The tokens of `text` up to the last of its `spans`, with the mask of the spans. Where a
-    tokenizer joins characters on both sides of a border, in pieces, as in a rollout.
+    """The tokens of `text` up to the last of its `spans`, with their mask; in pieces, as in a
+    rollout, where a tokenizer joins characters on both sides of a border.
     """
     cuts = [0, *(border for span in spans for border in span)]
     parts = [text[start:end] for start, end in zip(cuts, cuts[1:], strict=False)]
@@ -151,8 +150,8 @@ def _masked(tokens: list[int], borders: Sequence[int]) -> Encoded:
 
 
 class TurnEnd:
-    """From the text of a turn with what follows it to the end of its last `end_of_turn`, behind
-    which are blanks or other tokens of the expression `control`; else of its last token of these.
+    """Up to a turn's last `end_of_turn`, behind which are blanks or other tokens of the expression
+    `control`; else to the end of its last token of these.
     """
 
     def __init__(self, end_of_turn: str, control: str) -> None:
@@ -166,7 +165,6 @@ class TurnEnd:
         return len(turn) if found is None else found.end(1)
 
     def ends(self, turn: str) -> bool:
-        """Whether a turn ends with a control token."""
         return self.other.search(turn) is not None
 
 
@@ -185,7 +183,6 @@ def _refusal(number: int, is_last: bool, why: str) -> UserError:
 
 
 def _difference(part: str, text: str) -> str:
-    """Where `part` leaves `text`, for a message."""
     same = len(os.path.commonprefix([part, text]))
     start = max(same - 20, 0)
     return f"{part[start : same + 30]!r} against {text[start : same + 30]!r}"
@@ -198,8 +195,8 @@ _PROBE = ({"role": "user", "content": "Hello"}, {"role": "assistant", "content":
 
 
 class ChatTemplate(ConversationForm):
-    """A chat template and the tokenizer that it is for. `ConfigError`: it is not of Hugging Face,
-    or has no template.
+    """A chat template and its tokenizer. `ConfigError`: not of Hugging Face, or without a
+    template.
 
     Args:
         source: "tokenizer" for the tokenizer's own template, else the file of one (Jinja).
@@ -254,11 +251,11 @@ class ChatTemplate(ConversationForm):
         return text.replace(MARK_START, "").replace(MARK_END, "")
 
     def tokenize(self, texts: list[str]) -> list[list[int]]:
-        """The tokens of texts that hold their control tokens already."""
+        """The texts hold their control tokens already."""
         return [list(ids) for ids in self.inner(texts, add_special_tokens=False)["input_ids"]]
 
     def prompt_tokens(self, messages: Sequence[Message]) -> list[int]:
-        """The tokens of a conversation, up to where the policy's next message begins."""
+        """Up to where the policy's next message begins."""
         return self.tokenize([self.render(messages, True)])[0]
 
     def prompt(self, record: Record) -> list[int]:
@@ -300,13 +297,11 @@ class ChatTemplate(ConversationForm):
         return encode_turns(text, spans, self.tokenize, self.inner.decode)
 
     def _inputs(self, record: Record) -> dict[str, Any]:
-        """What the template gets for a record, beside its messages."""
         return {"tools": record_tools(record), **self.options, **template_options(record)}
 
     def _write(
         self, messages: Sequence[Message], generation_prompt: bool, inputs: Mapping[str, Any]
     ) -> str:
-        """The text of a conversation, with marks where the template has them."""
         template = self.inner.get_chat_template(self.template, inputs.get("tools"))
         try:
             text = self.inner.apply_chat_template(
@@ -321,7 +316,6 @@ class ChatTemplate(ConversationForm):
         return str(text)
 
     def _control_pattern(self) -> str:
-        """Of the tokens that are no ordinary text."""
         tokens = {*self.inner.all_special_tokens, *self.inner.get_added_vocab()}
         return "|".join(map(re.escape, sorted(tokens, key=len, reverse=True))) or r"(?!)"
 
@@ -341,7 +335,7 @@ def own_chat_template(tokenizer: Tokenizer) -> Any:
 
 @functools.lru_cache(maxsize=16)
 def _prepared(template: str, date: str) -> str:
-    """`template` with marks around what it says is generated, and with `date` for today."""
+    """`template` with marks around what it generates, and with `date` for today."""
     calls = _GENERATION.sub(
         lambda found: (
             f"{{%{found[1]} {'endcall' if found[2] else 'call marked_turn()'} {found[3]}%}}"

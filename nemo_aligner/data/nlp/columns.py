@@ -27,14 +27,12 @@ NOT_COLUMNS = ("text", "prompt", "messages", "prompts", "responses", "lengths")
 
 
 class Columns:
-    """Makes records from the rows of a file.
+    """Makes records from the rows of a file; `sources` are the columns that are read, the
+    outermost of nested ones.
 
     Args:
         fields: `model.data.columns` (docs/data.md), from the name of a field to where its value
             is; None or empty: rows are records as they are. `ConfigError`: another form.
-
-    Attributes:
-        sources: the columns that are read, the outermost of nested ones.
     """
 
     def __init__(self, fields: Mapping[str, Any] | None = None) -> None:
@@ -89,14 +87,13 @@ class Columns:
 
 
 def other_name(field: str, names: Iterable[str]) -> str | None:
-    """Which of the columns `names` looks like `field`."""
     names = set(names)
     return next((name for name in OTHER_NAMES.get(field, ()) if name in names), None)
 
 
 def prompt_hint(field: str, record: Record, names: Iterable[str], is_empty: bool = True) -> str:
-    """How to read the one of the columns `names` that looks like the prompt, in `field`; empty:
-    none does, or the record has a prompt that Alpaca's instruction is not left out of.
+    """How to read the one of `names` that looks like the prompt, in `field`; empty: none does, or
+    the record has a prompt that Alpaca's instruction is not left out of.
     """
     like = other_name(field, names)
     given = map(record.get, (field, "text", "messages", "conversations"))
@@ -121,12 +118,11 @@ def missing(fields: Sequence[str], record: Record, more: str = "") -> UserError:
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value of a record is a finite number (of float32)."""
+    """Finite, as float32."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 3e38
 
 
 def check_kind(value: Any, kind: type, what: str) -> None:
-    """Raise `UserError` unless a value of a record, `what` in messages, is of a type."""
     if not isinstance(value, kind):
         needed = "text" if kind is str else "an object"
         found = "null" if value is None else type(value).__name__
@@ -134,7 +130,7 @@ def check_kind(value: Any, kind: type, what: str) -> None:
 
 
 def columns_asked(record: Mapping[str, Any], asked: Sequence[str]) -> dict[str, Any]:
-    """The columns of a prompt's record that a function asks for (`RewardFunction.columns`)."""
+    """The columns of a prompt's record by `RewardFunction.columns`."""
     columns: dict[str, Any] = {}
     for name in asked:
         if name == ALL_COLUMNS:

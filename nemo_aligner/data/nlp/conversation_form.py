@@ -24,15 +24,12 @@ _THINK = re.compile(r"</?think>")
 
 
 class Encoded(NamedTuple):
-    """The tokens of a conversation."""
-
     tokens: list[int]  # S ids, up to the end of the last of the assistant's turns
     # S values, True for the assistant's tokens, their end-of-turn tokens included
     is_response: list[bool]
 
 
 def check_written(number: int, message: Message, text: str) -> None:
-    """Raise `UserError` unless `text`, which a template wrote for a message, holds all of it."""
     written = without_layout(text)
     parts = _THINK.split(message["content"])
     parts += [message[name] for name in THOUGHTS if isinstance(message.get(name), str)]
@@ -54,12 +51,11 @@ def check_written(number: int, message: Message, text: str) -> None:
 
 
 def without_layout(text: str) -> str:
-    """`text` with one space in place of blanks and newlines, which templates may tidy."""
+    """Templates may tidy blanks and newlines."""
     return " ".join(text.split())
 
 
 def _leaves(value: Any) -> Iterator[Any]:
-    """The names and values in a call of a tool."""
     yield from value if isinstance(value, dict) else ()
     for item in value.values() if isinstance(value, dict) else value:
         yield from _leaves(item) if isinstance(item, dict | list) else [item]
@@ -80,39 +76,37 @@ class ConversationForm(ABC):
 
     @abstractmethod
     def prompt(self, record: Record) -> list[int]:
-        """The tokens of a prompt, up to where the response begins."""
+        """Up to where the response begins."""
 
     @abstractmethod
     def encode_messages(
         self, messages: Sequence[Message], record: Record, first: int = 0
     ) -> Encoded:
-        """The tokens of a conversation, with the mask of the assistant's messages from `first` on
-        that are trained on, up to the end of the last one; `record`: that they stand in.
+        """Tokens with the mask of the messages from `first` on that are trained on, up to the end
+        of the last one; `record`: that they stand in.
         """
 
     def conversation(self, record: Record) -> Encoded:
-        """A conversation, with every turn that is trained on."""
         return self.encode_messages(_conversation(record), record)
 
     def sample(self, record: Record) -> list[int]:
-        """The tokens of a conversation that is scored: its last response counts."""
+        """Its last response counts."""
         messages = _conversation(record)
         return self.encode_messages(messages, record, len(messages) - 1).tokens
 
     def pair(self, record: Record) -> tuple[Encoded, Encoded]:
-        """Both conversations of a pair, the better one first."""
+        """The better one first."""
         chosen, rejected, first = pair_messages(record)
         better = self.encode_messages(chosen, record, first)
         return better, self.encode_messages(rejected, record, first)
 
     def response(self, record: Record) -> Encoded:
-        """`prompt` with `response`, and which tokens are of the response."""
         messages, first = response_messages(record)
         return self.encode_messages(messages, record, first)
 
 
 def _conversation(record: Record) -> list[Message]:
-    """The messages of a conversation, which ends with a response."""
+    """It ends with a response."""
     messages = conversation_messages(record)
     check_response(messages, conversation_field(record) or "")
     return messages

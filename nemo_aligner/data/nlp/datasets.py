@@ -63,8 +63,8 @@ class RegressionRewardModelDataset(EncodedDataset):
         mask_value: `model.regression.loss_mask_val`, of an attribute without a label.
 
     Items: `inputs` int64 [S], padded with eos; `lengths` (a scalar); `labels` float32 [A];
-    `loss_mask` float32 [S], all 0 for an empty slot; `position_ids` [S]; `idx`. There is no
-    attention mask, see `RewardModelDataset`.
+    `loss_mask` float32 [S], all 0 for an empty slot; `position_ids` [S]; `idx`; no attention mask,
+    see `RewardModelDataset`.
     """
 
     read_fields = (*A_SAMPLE, "label")
@@ -111,7 +111,6 @@ class RegressionRewardModelDataset(EncodedDataset):
         return each_step(record, is_chat=form is not None and not form.default)
 
     def _inspect(self, record: Record) -> tuple[int, float, int]:
-        """Length of a text, and how many labels it has."""
         numbers = label_numbers(record, self.num_attributes)
         labels = sum(number != self.mask_value for number in numbers)
         return self.encoder.sample_length(record, self.seq_length), labels, 0
@@ -134,8 +133,8 @@ class RegressionRewardModelDataset(EncodedDataset):
 
 
 def each_step(record: Record, is_chat: bool = False) -> list[Record]:
-    """The samples of a record with a list of steps in `text`, and as many in `label`: `prompt`, a
-    text or messages (with `is_chat` a text is one too), and the steps up to each, on own lines.
+    """The samples of a record with steps in `text` and as many labels: `prompt`, a text or
+    messages (with `is_chat` a text is one too), and the steps up to each, on own lines.
     """
     steps, labels, prompt = record.get("text"), record.get("label"), record.get("prompt")
     if not isinstance(steps, list):
@@ -155,7 +154,7 @@ def each_step(record: Record, is_chat: bool = False) -> list[Record]:
 
 
 def label_numbers(record: Record, num_attributes: int | None = None) -> list[float]:
-    """The numbers of a record's label, `num_attributes` finite ones (None: at least one)."""
+    """`num_attributes` finite ones (None: at least one)."""
     label = record.get("label")
     numbers: list[Any] = label if isinstance(label, list) else [label]
     if label is None:
@@ -185,9 +184,8 @@ class RewardModelDataset(EncodedDataset):
     or lines `{"prompt": ..., "chosen": ..., "rejected": ...}`; or conversations.
 
     Items: `chosen`, `rejected` int64 [S], padded with eos; `chosen_length`, `rejected_length`
-    (scalars); `loss_mask` float32 [S], all 0 for an empty slot; `position_ids` [S]; `idx`. There
-    is no attention mask: attention is causal and the padding is on the right, so no token of the
-    text sees it.
+    (scalars); `loss_mask` float32 [S], all 0 for an empty slot; `position_ids` [S]; `idx`. No
+    attention mask: attention is causal and the padding is on the right.
     """
 
     lines_per_document = 2  # 1 if a line holds a pair
@@ -213,7 +211,6 @@ class RewardModelDataset(EncodedDataset):
         )
 
     def as_pair(self, record: Record) -> Record:
-        """A record with the fields `chosen` and `rejected`, if a pair stands in it."""
         return by_our_names(record)
 
     def _inspect(self, record: Record) -> tuple[int, float, int]:
@@ -235,7 +232,6 @@ class RewardModelDataset(EncodedDataset):
         return length, number, self._in_common(before or record, record)
 
     def _number(self, record: Record, in_line: bool) -> float:
-        """What is kept of a line beside its length."""
         if "label" in record and not in_line:  # neighbours among labelled texts are no pairs
             raise UserError(
                 "field 'label': this is data for regression, but pairs of lines are needed. Set "
@@ -250,7 +246,7 @@ class RewardModelDataset(EncodedDataset):
             return DIFFERENT
 
     def _holds_pairs(self) -> bool:
-        """Whether each line holds a pair; what an earlier start found counts too."""
+        """What an earlier start found counts too."""
         in_line = self.lines.extra >= IN_LINE
         if in_line.any() != in_line.all():
             raise UserError(
@@ -260,7 +256,6 @@ class RewardModelDataset(EncodedDataset):
         return bool(in_line[0])
 
     def _check_prompts_of_pairs(self) -> None:
-        """Refuse pairs with different prompts, and count those that begin differently."""
         lines, starts = self.lines, self.lines.starts
         found = lines.extra % IN_LINE
         known = np.delete(found, starts)
@@ -304,7 +299,7 @@ class RewardModelDataset(EncodedDataset):
         logging.warning(text)
 
     def pair_tokens(self, pair: int) -> tuple[list[int], list[int]]:
-        """The tokens of both samples of a pair, the better one first."""
+        """The better one first."""
         if self.pair_in_line:
             chosen, rejected = self.encoder.pair(self.as_pair(self.lines[pair]))
             return chosen.tokens, rejected.tokens
@@ -333,9 +328,9 @@ class RewardModelDataset(EncodedDataset):
 @accepts_nemo_aligner_call
 class LabelledPairDataset(RewardModelDataset):
     """Pairs with a preference: two neighbouring lines `{"text": ..., "label": [number, ...]}`, or
-    lines `{"prompt": ..., "responses": [..., ...], "label": ...}`. The first number of the label
-    says which of the two is better, below 0 the first, else the second, and its absolute value by
-    how much (NeMo-Aligner's form of HelpSteer2-Preference, arXiv:2410.01257).
+    lines `{"prompt": ..., "responses": [..., ...], "label": ...}`. The label's first number is
+    below 0 if the first of the two is better, and its absolute value says by how much
+    (NeMo-Aligner's form of HelpSteer2-Preference, arXiv:2410.01257).
 
     Items: those of the base class, and `margin` float32 (a scalar, at least 0).
     """
@@ -418,11 +413,11 @@ DEFAULT_REWARDS = {"chosen_reward": 1.0, "rejected_reward": 0.0}
 
 class DPOModelDataset(RewardModelDataset):
     """Pairs that a policy learns from directly: lines with `prompt`, `chosen` and `rejected` (or
-    NeMo-Aligner's `chosen_response` and `rejected_response`), and optionally `chosen_reward` and
-    `rejected_reward` (`data_cfg` has defaults); or conversations, as for the base class.
+    `chosen_response` and `rejected_response`), and optionally `chosen_reward` and
+    `rejected_reward` (`data_cfg` has defaults); or conversations.
 
-    Items: those of the base class, `chosen_mask` and `rejected_mask` float32 [S], 1 on the tokens
-    of the responses (all 0 in an empty slot), and the rewards, float32.
+    Items: the base class's, `chosen_mask`, `rejected_mask` float32 [S], 1 on the tokens of the
+    responses (all 0 in an empty slot), and the rewards, float32.
     """
 
     what = "pairs with prompts"
@@ -466,9 +461,9 @@ class DPOModelDataset(RewardModelDataset):
 class ResponseDataset(EncodedDataset):
     """Lines `{"prompt": ..., "response": ...}`: texts that follow each other, or conversations.
 
-    Items: `tokens` and `labels` int64 [S], padded with eos; column t of the labels holds token
-    t+1. `loss_mask` float32 [S], 1 where the label is a token of the response (all 0 in an empty
-    slot); `lengths` and `prompt_lengths` (scalars); `idx`.
+    Items: `tokens`, `labels` int64 [S], padded with eos; column t of the labels holds token t+1.
+    `loss_mask` float32 [S], 1 where the label is a token of the response (all 0 in an empty slot);
+    `lengths` and `prompt_lengths` (scalars); `idx`.
     """
 
     prompt_field = "prompt"
@@ -519,10 +514,9 @@ class ResponseDataset(EncodedDataset):
         return response_messages(record)[0]
 
 
-# Value of the field `preference` -> desirable
 PREFERENCES = {"chosen": True, "rejected": False}
-# How far apart prompt and response of a mismatched sample are, as a share of the data set: the
-# golden section, so that they are in unlike places of files that have equal blocks.
+# Distance of a mismatched sample's prompt and response, as a share of the data set: the golden
+# section, so that they are in unlike places of files that have equal blocks.
 PARTNER = 0.381966
 
 
@@ -530,9 +524,8 @@ class KTOModelDataset(ResponseDataset):
     """Lines `{"prompt": ..., "response": ..., "preference": "chosen" or "rejected"}` (or true and
     false); texts or conversations, as for `ResponseDataset`.
 
-    Each item also holds a mismatched sample, its prompt with the response of another document,
-    always the same one, from which the distance of policy and reference is estimated. It is cut to
-    `seq_length`.
+    Each item also holds a mismatched sample, cut to `seq_length`: its prompt with always the same
+    other document's response, from which the distance of policy and reference is estimated.
 
     Items: `samples`, `kl_samples` int64 [S], padded with eos; `sample_length`, `kl_sample_length`
     (scalars); `sample_mask`, `kl_sample_mask` float32 [S], 1 on the tokens of the responses (all 0
@@ -601,7 +594,6 @@ class KTOModelDataset(ResponseDataset):
 
 
 def _preference(record: Record) -> bool:
-    """Whether the response of a record is desirable."""
     value = record.get("preference")
     if isinstance(value, bool):
         return value

@@ -39,8 +39,6 @@ from nemo_aligner.data.nlp.sources import Record
 
 @dataclass(frozen=True)
 class Part:
-    """One sequence that the model sees."""
-
     name: str  # "prompt", "example", "response", "chosen", "rejected" or "text"
     tokens: list[int]  # its ids, without padding
     marked: list[bool]  # True for the tokens that are trained on, or at which a reward is read
@@ -48,7 +46,7 @@ class Part:
 
     @property
     def legend(self) -> str:
-        """What the mark means; of a prompt, which has none, what becomes of it."""
+        """Of a prompt, which has no mark, what becomes of it."""
         if self.name == "prompt":
             return "the policy continues it"
         return "the reward is read at the token" if self.scored else "trained on"
@@ -59,8 +57,7 @@ class FileDataset(torch.utils.data.Dataset[dict[str, Any]], ABC):
 
     The arguments of most: `paths`, the files; `tokenizer`, NeMo's; `seq_length`, S; `data_cfg`,
     `model.data`; `name`, for messages. What has more than S tokens is left out, with a warning.
-
-    Index -1 is an empty slot of a padded validation batch: it returns the first item, masked.
+    Index -1 is an empty slot of a padded validation batch: the first item, masked.
 
     Attributes:
         lines: the records of all files.
@@ -88,16 +85,14 @@ class FileDataset(torch.utils.data.Dataset[dict[str, Any]], ABC):
     def checked_records(
         self, paths: Sequence[Any], depends_on: Sequence[Any], *fields: str, **options: Any
     ) -> Records:
-        """The records of `paths`, whose check depends on the tokenizer and on `depends_on`;
-        `fields`, `options`: of `Records`.
-        """
+        """The `Records` of `paths`; their check depends on the tokenizer and on `depends_on`."""
         settings = functools.partial(settings_of, self.tokenizer, *depends_on)
         options |= {"data_cfg": self.data_cfg, "settings": settings}
         return Records(paths, fields, self._inspect, **options)
 
     @abstractmethod
     def _inspect(self, record: Record) -> tuple[int, float] | tuple[int, float, int]:
-        """What is kept of a record; see `Records`."""
+        """See `Records`."""
 
     @staticmethod
     def check_form(data_impl: str) -> None:
@@ -105,11 +100,11 @@ class FileDataset(torch.utils.data.Dataset[dict[str, Any]], ABC):
 
     @classmethod
     def arguments(cls, cfg: Any, seq_length: int) -> dict[str, Any]:
-        """What the section `model` says of the constructor's other arguments."""
+        """The constructor's other arguments by the section `model`."""
         return {"seq_length": seq_length}
 
     def unread_columns(self) -> list[str]:
-        """For each file the columns that nothing reads, with the hint of one like the prompt."""
+        """For each file, with the hint of one like the prompt."""
         found: list[str] = []
         for path, record, names in self.lines.first_rows():
             names -= set(self.read_fields or names)
@@ -137,8 +132,8 @@ class FileDataset(torch.utils.data.Dataset[dict[str, Any]], ABC):
 
         Args:
             allowed: `model.data.allow_empty_prompt`.
-            begins: whether a token stands before the response to a record's empty prompt, which
-                those that are `sampled` from must have.
+            begins: whether a token stands before the response to an empty prompt, which those that
+                are `sampled` from must have.
         """
         empty = np.flatnonzero(self.lines.extra)
         self.lacks_prompts = len(empty) > 0
@@ -158,7 +153,6 @@ class FileDataset(torch.utils.data.Dataset[dict[str, Any]], ABC):
     # --- for people: see `inspection/` ---
 
     def limit(self) -> str:
-        """The length that a document may have, in words."""
         return f"a text may have model.data.seq_length={self.seq_length} tokens"
 
     def by_length(self, notes: np.ndarray) -> list[tuple[str, np.ndarray, bool]]:
@@ -169,7 +163,6 @@ class FileDataset(torch.utils.data.Dataset[dict[str, Any]], ABC):
         return [(text, notes > self.seq_length, True)]
 
     def in_use(self) -> np.ndarray:
-        """Indices whose own documents are served, not others in their place."""
         return np.arange(len(self))
 
     @abstractmethod
@@ -177,15 +170,13 @@ class FileDataset(torch.utils.data.Dataset[dict[str, Any]], ABC):
         """What the model sees of an item; `padding`: `model.pad_token_id`."""
 
     def note(self, item: dict[str, Any]) -> str:
-        """More to know of an item, such as its label."""
         return ""
 
     def form_of(self, record: Record) -> ConversationForm | None:
-        """The form that a record's conversation is written in; None: it holds none."""
+        """None: the record holds no conversation."""
         return self.form if self.encoder is None else self.encoder.form_of(by_our_names(record))
 
     def messages(self, record: Record) -> list[Message]:
-        """The messages of a record's conversation."""
         if holds_pair(record):
             chosen, rejected, _place = pair_messages(record)
             return [*chosen, *rejected]
@@ -197,13 +188,12 @@ class FileDataset(torch.utils.data.Dataset[dict[str, Any]], ABC):
         return len(self.documents)
 
     def select(self, documents: np.ndarray) -> Self:
-        """Return the same dataset with only `documents`, without reading the files again."""
+        """Without reading the files again."""
         other = copy.copy(self)
         other.documents = documents
         return other
 
     def documents_by_file(self) -> list[np.ndarray]:
-        """The documents served, separately for each file, in order."""
         lines = self.documents * self.lines_per_document
         files = np.searchsorted(self.lines.first_of_file, lines, side="right")
         return [self.documents[files == n] for n in range(1, len(self.lines.counts) + 1)]
@@ -216,10 +206,9 @@ Dataset = TypeVar("Dataset", bound=type)
 
 
 def accepts_nemo_aligner_call(cls: Dataset) -> Dataset:
-    """Decorator of a `FileDataset`: it accepts NeMo-Aligner's arguments too.
-
-    The records are those of `data`, which has been read already; they are written to a file that
-    lives as long as the dataset. `documents`, `seed` and `drop_last` decide nothing, as there.
+    """Decorator of a `FileDataset`: it accepts NeMo-Aligner's arguments too. The records of `data`
+    are written to a file that lives as long as the dataset; `documents`, `seed` and `drop_last`
+    decide nothing.
     """
     own_init = cls.__init__  # type: ignore[misc]
 
@@ -261,8 +250,6 @@ def _write_records(data: Sequence[Any], folder: Path, name: str) -> str:
 
 @accepts_nemo_aligner_call
 class EncodedDataset(FileDataset):
-    """A dataset of records that a `RecordEncoder` reads."""
-
     what: Any  # decides, with `seq_length`, what `_inspect` finds
     expand: Callable[[Record], list[Record]] | None = None  # of `Records`
 
@@ -284,7 +271,7 @@ class EncodedDataset(FileDataset):
 
     @abstractmethod
     def _choose_documents(self) -> None:
-        """Set `documents`, and check what no record says alone."""
+        """And check what no record says alone."""
 
 
 def blend(by_file: list[np.ndarray], weights: Sequence[float], size: int) -> np.ndarray:
@@ -309,9 +296,7 @@ def blend(by_file: list[np.ndarray], weights: Sequence[float], size: int) -> np.
 def documents_within(
     lengths: np.ndarray, seq_length: int, name: str, what: str, are_longer: str
 ) -> np.ndarray:
-    """Numbers of the documents of at most `seq_length` tokens; a warning counts the others.
-    `UserError`: there are none.
-    """
+    """Numbers of those of at most `seq_length` tokens, the others counted; `UserError`: none."""
     documents = np.flatnonzero(lengths <= seq_length)
     if not len(documents):
         raise UserError(
@@ -328,26 +313,23 @@ def documents_within(
 
 
 def slot(index: int, length: int, width: int) -> dict[str, torch.Tensor]:
-    """`loss_mask` float32 [width], 1 up to `length`, all 0 for an empty slot; and more."""
     places = torch.arange(width)
     used = (places < (length if index >= 0 else 0)).float()
     return {"loss_mask": used, "position_ids": places, "idx": torch.tensor(index)}
 
 
 def trained_part(name: str, tokens: torch.Tensor, mask: torch.Tensor, length: int) -> Part:
-    """A sequence whose tokens are trained on where the mask, of tokens, is not 0."""
     return Part(name, tokens.tolist()[:length], mask.ne(0).tolist()[:length])
 
 
 def labelled_part(tokens: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor) -> Part:
-    """An example whose labels are trained on where the mask, of labels, is not 0."""
     return Part("example", [int(tokens[0]), *labels.tolist()], [False, *mask.ne(0).tolist()])
 
 
 def scored_part(
     name: str, tokens: torch.Tensor, length: torch.Tensor, padding: int | None
 ) -> Part:
-    """A sequence whose last token's output is the reward, but for padding at its end."""
+    """The reward is the last token's output, but for padding at its end."""
     last = int(lengths_before(padding, tokens[None], length[None])) - 1
     marked = [place == last for place in range(int(length))]
     return Part(name, tokens[: int(length)].tolist(), marked, scored=True)

@@ -1,7 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
 """Files that make a second start fast: the index of a data file (offsets, lengths and other
-results of its check), and copies of it in a form that can be mapped into memory.
+results of its check), and copies of it that can be mapped into memory.
 
 Their names hold a hash of all that they depend on, so they are never out of date. A file appears
 complete, by being renamed; of several processes that need the same one the first makes it.
@@ -30,8 +30,6 @@ FOLDER = ".nemo_aligner_index"
 
 
 class Index(NamedTuple):
-    """What the check of a data file found; see `RecordSource` and `Records`."""
-
     offsets: np.ndarray  # int64
     notes: np.ndarray  # int64 [records], as the others
     numbers: np.ndarray  # float64
@@ -48,13 +46,12 @@ def file_fingerprint(path: Path) -> str:
 
 
 def key(*parts: Any) -> str:
-    """A hash of `parts`, which are made of texts, numbers, lists and dicts."""
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
 
 
 @functools.cache
 def code_fingerprint() -> str:
-    """A hash of the modules that read and check data: an index of other code is not used."""
+    """Of the modules that read and check data: an index of other code is not used."""
     found = hashlib.sha256()
     for module in sorted(Path(__file__).parent.glob("*.py")):
         found.update(module.read_bytes())
@@ -62,9 +59,7 @@ def code_fingerprint() -> str:
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str | None:
-    """A hash of what decides how the tokenizer cuts a text; None for a kind of tokenizer whose
-    state cannot be read, with which nothing is kept for a second start.
-    """
+    """Of what decides how it cuts a text; None where that cannot be read: nothing is kept then."""
     inner: Any = getattr(tokenizer, "tokenizer", None)
     if hasattr(inner, "backend_tokenizer"):  # of Hugging Face, fast
         state = inner.backend_tokenizer.to_str()
@@ -88,7 +83,6 @@ def tokenizer_fingerprint(tokenizer: Any) -> str | None:
 
 
 def keep_index(data: Path, index_dir: str | None, name: str, make: Callable[[], Index]) -> Index:
-    """What `make` returns, kept as the index `name` of `data`; or what is kept already."""
     made: list[Index] = []
 
     def write(path: Path) -> None:
@@ -113,9 +107,8 @@ def keep_index(data: Path, index_dir: str | None, name: str, make: Callable[[], 
 def keep_file(
     data: Path, index_dir: str | None, name: str, write: Callable[[Path], None]
 ) -> Path | None:
-    """The path of the file `name` for the data file or folder `data`, which `write` writes to the
-    path that it is given unless it exists; None if no folder for it can be written. `UserError`:
-    there is no room for it.
+    """The path of the file `name` for the data file or folder `data`, which `write` makes unless
+    it exists; None if no folder for it can be written. `UserError`: there is no room for it.
     """
     from nemo.utils import logging  # here, as below: NeMo takes seconds to import
 
@@ -153,9 +146,7 @@ def keep_file(
 def keep_copy(
     data: Path, index_dir: str | None, stem: str, ending: str, write: Callable[[Path], None]
 ) -> Path:
-    """The path of a copy of a data file in another form, which `write` writes; where no folder can
-    be written it lives as long as this process.
-    """
+    """Where no folder can be written the copy lives as long as this process."""
     from nemo.utils import logging
 
     name = f"{stem}-{key(file_fingerprint(data))}{ending}"
@@ -171,7 +162,7 @@ def keep_copy(
 
 
 def _folders(data: Path, index_dir: str | None) -> list[Path]:
-    """Where the files of `data` may lie, in the order in which they are tried."""
+    """In the order in which they are tried."""
     chosen = Path(index_dir) if index_dir else (data if data.is_dir() else data.parent) / FOLDER
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     home = os.environ.get("HF_HOME") or f"{base}/huggingface"
@@ -201,7 +192,7 @@ def _alone(lock: Path, data: Path) -> Iterator[None]:
 
 
 def _read_index(path: Path) -> Index | None:
-    """The index, or None if the file is damaged."""
+    """None if the file is damaged."""
     try:
         whole = np.load(path, mmap_mode="r", allow_pickle=False)
         count = len(Index._fields)

@@ -40,24 +40,21 @@ def build_train_valid_test_datasets(
     n_examples_per_chunk: int | Mapping[str, int] | None = None,
 ) -> Datasets:
     """Build (train, validation, test) datasets; None where there are no files. With further keys
-    `validation_<name>` the validation entry is a dict from key to dataset.
+    `validation_<name>` the validation entry is a dict from key to dataset. `ConfigError`:
+    `data_prefix`, `data_impl` or `splits_string` cannot be used.
 
     Args:
         cls: of the datasets: one of ours, or one with NeMo-Aligner's constructor.
         cfg: section `model`.
-        data_prefix: mapping with the files (one path or a list) of `train`, `validation` and
-            `test`, of which the last two are optional; or one path or list that `splits_string`
-            divides. A list of weights and paths in turn, [0.3, a, 0.7, b], blends the files.
+        data_prefix: the files (one path or a list) of `train` and maybe `validation` and `test`;
+            or one path or list that `splits_string` divides. A list of weights and paths in turn,
+            [0.3, a, 0.7, b], blends the files.
         data_impl: one of `data_rules.DATA_IMPLS`, for distillation also chunked_jsonl.
         splits_string: weights of the three contiguous parts of one common list of files.
         train_valid_test_num_samples: use at most so many samples of each; below 1 means all. A
             blend has exactly so many, or as many as its files together.
         seed, n_examples_per_chunk: not used (samplers shuffle; files say what they hold).
-        n_chunks: for distillation, how many files a name with CHUNK_ID stands for, one number, or
-            that of each part.
-
-    Raises:
-        ConfigError: `data_prefix`, `data_impl` or `splits_string` cannot be used.
+        n_chunks: for distillation, files that CHUNK_ID stands for: a number, or one for each part.
     """
     if getattr(cls, "in_chunks", False):
         data_impl = "jsonl" if data_impl == "chunked_jsonl" else data_impl
@@ -101,7 +98,7 @@ def build_train_valid_test_datasets(
 
 
 def _with_chunks(data_prefix: Any, n_chunks: int | Mapping[str, int] | None) -> Any:
-    """`data_prefix` with the files that names with CHUNK_ID stand for."""
+    """With the files that names with CHUNK_ID stand for."""
     has_parts, found = isinstance(data_prefix, Mapping | DictConfig), dict[str, Any]()
     for part, names in (data_prefix if has_parts else {"train": data_prefix}).items():
         names = [names] if isinstance(names, str) else names
@@ -157,7 +154,6 @@ def _split_common_files(
 def build_configured_datasets(
     cfg: DictConfig, build: Callable[..., Datasets], tokenizer: Tokenizer
 ) -> Datasets:
-    """(train, validation, test) datasets from the section `model.data`, by `build`."""
     data = cfg.model.data
     return build(
         cfg=cfg.model,
@@ -180,7 +176,7 @@ def blended(dataset: Any, weights: Sequence[float] | None, num_samples: int | No
 
 
 def _pieces(dataset: Any, weights: Sequence[float] | None) -> list[np.ndarray]:
-    """The documents of a dataset; where there are weights, those of each file."""
+    """Where there are weights, those of each file."""
     if weights is None:
         return [dataset.documents]
     if not isinstance(dataset, FileDataset) or len(dataset.lines.paths) != len(weights):
@@ -197,7 +193,7 @@ def _mixed(
     num_samples: int | None,
     paths: Sequence[Any],
 ) -> np.ndarray:
-    """Documents of a blend of `pieces`, one per file; without weights of the only piece."""
+    """Of a blend of `pieces`, one per file; without weights of the only piece."""
     size = num_samples if num_samples and num_samples > 0 else sum(map(len, pieces))
     if weights is None:
         return pieces[0][:size]
@@ -235,11 +231,11 @@ def build_dataloader(
     load_gbs: bool = True,
     use_random_sampler: bool = True,
 ) -> torch.utils.data.DataLoader[Any]:
-    """Build a data loader for this data-parallel rank that starts after `consumed_samples`.
+    """A data loader for this data-parallel rank.
 
     Args:
         cfg: complete configuration; `model.seed` and `model.data.num_workers` are read.
-        consumed_samples: samples that all ranks together have used.
+        consumed_samples: samples that all ranks together have used; it starts after them.
         load_gbs: yield this rank's share of a global batch; False yields micro-batches.
         use_random_sampler: shuffle, with a new permutation in each epoch.
     """
@@ -267,7 +263,7 @@ def build_dataloader(
         pin_memory=torch.cuda.is_available(),
         collate_fn=collate_fn,
         worker_init_fn=ignore_signals,
-        # Of which each new iterator draws a seed, not of the global one.
+        # Not from the global generator: each new iterator draws a seed.
         generator=torch.Generator().manual_seed(cfg.model.seed),
     )
 
@@ -285,8 +281,8 @@ def build_dataset_generic(
     n_chunks: int | None = None,
     n_examples_per_chunk: int | None = None,
 ) -> Any:
-    """A dataset of a class with NeMo-Aligner's constructor, from all records of the jsonl files
-    `data_prefix`: `num_samples`, `n_chunks` and `n_examples_per_chunk` are not used.
+    """A dataset of a class with NeMo-Aligner's constructor, from all records of the jsonl files;
+    `num_samples`, `n_chunks` and `n_examples_per_chunk` are not used.
     """
     if not str(data_impl).startswith("json"):
         raise ConfigError(

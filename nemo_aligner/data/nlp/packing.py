@@ -1,9 +1,8 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
 """Several SFT examples in one sequence (`packed_sequence: True`), which saves the padding.
-
-Positions restart at each example and no example attends to another, so loss and gradient are those
-of the examples one by one.
+Positions restart at each and none attends to another: loss and gradient are those of the single
+examples.
 """
 
 import bisect
@@ -24,7 +23,7 @@ Batch = dict[str, torch.Tensor]
 
 def pack(slots: Sequence[int], size: int) -> list[list[int]]:
     """Divide items of 1 to `size` slots, in order, into packs of at most `size` slots, each into
-    the (first) one that it fills best. Returns the numbers of the items of each pack.
+    the one that it fills best. Returns the numbers of the items of each pack.
     """
     packs: list[list[int]] = []
     rooms: list[int] = []  # the sizes of the room that open packs have, sorted
@@ -53,7 +52,7 @@ class PackedDataset(torch.utils.data.Dataset[dict[str, Any]]):
     slots, because its last token is only ever a label.
 
     Items: `examples` (items of `dataset`) and `is_empty`, True for index -1, an empty slot: the
-    first pack without weight in the loss. `collate_fn` makes batches.
+    first pack without weight in the loss.
     """
 
     def __init__(self, dataset: Examples) -> None:
@@ -74,8 +73,8 @@ class PackedDataset(torch.utils.data.Dataset[dict[str, Any]]):
         return {"examples": examples, "is_empty": index < 0}
 
     def collate_fn(self, items: list[dict[str, Any]]) -> Batch:
-        """Collate packs as `Examples` does examples, with `packed_position_ids` int64
-        [B, S] in place of `position_ids`: 0 where an example begins, and where the padding does.
+        """As `Examples` does, with `packed_position_ids` int64 [B, S] for `position_ids`: 0 where
+        an example begins, and where the padding does.
         """
         rows = [self._row(item) for item in items]
         longest = max(len(row["tokens"]) for row in rows)
@@ -90,7 +89,7 @@ class PackedDataset(torch.utils.data.Dataset[dict[str, Any]]):
         return batch
 
     def _row(self, item: dict[str, Any]) -> Batch:
-        """The examples of a pack one behind the other, each without its padding."""
+        """One behind the other, each without its padding."""
         parts: list[Batch] = []
         for example in item["examples"]:
             used = max(len(example["tokens"]) - 1, 1)

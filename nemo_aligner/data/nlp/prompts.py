@@ -26,10 +26,8 @@ from nemo_aligner.data.nlp.sources import Record
 class RLHFDataset(EncodedDataset):
     """Prompts: lines `{"text": prompt}`, tokenized as they are, or conversations that end with the
     user. One of more than `max_prompt_length` tokens is replaced by the next one that fits, with a
-    `loss_multiplier` of 0: batches stay full, but it must not train.
-
-    Args:
-        limit_text: the limit in words, and where it comes from; for messages.
+    `loss_multiplier` of 0: batches stay full, but it must not train. `limit_text` is the limit in
+    words, and where it comes from.
 
     Items: `text` int64 [P], and as scalars `length` (P), `loss_multiplier` float32 (from the
     column that `data_cfg.sample_weight` names, else 1), `idx`, the index that was asked for, and
@@ -89,7 +87,7 @@ class RLHFDataset(EncodedDataset):
         return self.data_cfg.get("sample_weight") if self.name == "train" else None
 
     def _weight(self, document: int) -> float:
-        """What its record says in the column `sample_weight`; 1 without that key."""
+        """By the column `sample_weight`; 1 without that key."""
         column = self._weight_column
         if not column:
             return 1.0
@@ -106,7 +104,7 @@ class RLHFDataset(EncodedDataset):
         return length, 0.0, self.encoder.prompt_is_empty(record)
 
     def _fits(self) -> np.ndarray:
-        """bool [len(self)]: True for documents within the limit; raises if there are none."""
+        """bool [len(self)]; raises if no document is within the limit."""
         lengths = self.lines.notes[self.documents]
         fits = lengths <= self.max_prompt_length
         if not fits.any():
@@ -124,7 +122,7 @@ class RLHFDataset(EncodedDataset):
         return other
 
     def longest_prompt(self, enough: int) -> int:
-        """Tokens of the longest prompt that is used, or less if none has more than `enough`."""
+        """Tokens of the longest prompt, or less if none has more than `enough`."""
         if self.max_prompt_length <= enough:
             return 0
         bounds = self.lines.notes[self.documents]  # upper bounds, see `prompt_length`
@@ -203,11 +201,10 @@ class PromptColumns:
                     raise UserError(f"{where} cannot be given to a reward: {error}") from None
 
     def record(self, number: int) -> Record:
-        """The whole record with this number."""
         return next(lines[number - first] for first, lines in self.records if number >= first)
 
     def __call__(self, numbers: torch.Tensor) -> list[dict[str, Any]]:
-        """The columns of the records with these numbers, int64 [b]."""
+        """Of the records with these numbers, int64 [b]."""
         return [columns_asked(self.record(number), self.asked) for number in numbers.tolist()]
 
 
@@ -221,16 +218,13 @@ def collate_with_batch_max_sequence_length(
     generate_masks_and_position_ids: bool = True,
 ) -> dict[str, torch.Tensor]:
     """Collate b items of `RLHFDataset`: pad with `eos_id` on the right to the longest prompt plus
-    `response_token_length` columns.
-
-    Args:
-        reset_position_ids, reset_attention_mask, eod_mask_loss: not used.
-        generate_masks_and_position_ids: also return `attention_mask` bool [1, 1, S, S] (True: must
-            not see), `position_ids` [b, S] and `loss_mask` float32 [b, S].
+    `response_token_length` columns; the next three arguments are not used.
 
     Returns:
         `text` int64 [b, S], `length`, `idx` int64 [b], `loss_multiplier` float32 [b], and `record`
-        int64 [b] if the items have it.
+            int64 [b] if the items have it; with `generate_masks_and_position_ids` also
+            `attention_mask` bool [1, 1, S, S] (True: must not see), `position_ids` [b, S] and
+            `loss_mask` float32 [b, S].
     """
     texts = [item["text"] for item in data_batch]
     width = max(map(len, texts)) + response_token_length
@@ -261,14 +255,13 @@ def collate_with_pad_to_max_batch(
 
 
 def identity_collate(batch: list[Any]) -> list[Any]:
-    """Return a list of items as it is."""
     return batch
 
 
 def single_validation_set(
     validation: RLHFDataset | dict[str, RLHFDataset] | None,
 ) -> RLHFDataset | None:
-    """The validation set of a builder; `ConfigError`: there are several."""
+    """`ConfigError`: there are several."""
     if isinstance(validation, dict):
         raise ConfigError(
             f"model.data.data_prefix has several validation sets ({', '.join(validation)}), but "
@@ -280,9 +273,7 @@ def single_validation_set(
 def check_pad_to_length(
     cfg: DictConfig, remote: str, section: str, datasets: Iterable[RLHFDataset]
 ) -> None:
-    """Warn if a sample can be wider than `pad_to_length` of the section `remote`, by the
-    `length_params` of `model.<section>`.
-    """
+    """Warn if a sample can be wider than `pad_to_length` of the section `remote`."""
     pad_to_length = cfg[remote].pad_to_length
     max_length = cfg.model[section].length_params.max_length
     if pad_to_length is None:

@@ -32,11 +32,7 @@ EXTRA_TOKENS = 8
 
 
 class TextEncoder:
-    """Tokenizes a text without a template; tokens stay as they are.
-
-    Args:
-        data_cfg: `model.data`; `add_bos`, `append_eod` and `apply_ftfy` are optional.
-    """
+    """Tokenizes a text without a template; tokens stay as they are. `data_cfg`: `model.data`."""
 
     def __init__(self, tokenizer: Tokenizer, data_cfg: Mapping[str, Any] | None = None) -> None:
         data_cfg = data_cfg or {}
@@ -59,7 +55,7 @@ class TextEncoder:
         return self.without_end(text) + [self.tokenizer.eos_id] * self.append_eod
 
     def without_end(self, text: str) -> list[int]:
-        """The tokens of a text that goes on, so without `append_eod`."""
+        """Of a text that goes on, so without `append_eod`."""
         text = self.fix_text(text) if self.fix_text else text
         return text_tokens(self.tokenizer, text, self.add_bos)
 
@@ -83,7 +79,7 @@ class TextEncoder:
 
 
 def common_length(first: Any, second: Any) -> int:
-    """How many characters of texts, or tokens of lists or arrays, two begin with in common."""
+    """Of texts in characters, of lists or arrays in tokens."""
     one, other = (x.tolist() if isinstance(x, np.ndarray) else x for x in (first, second))
     shorter = range(min(len(one), len(other)))
     return bisect.bisect_left(shorter, True, key=lambda n: one[: n + 1] != other[: n + 1])
@@ -102,19 +98,15 @@ SURE = 1 << 30  # characters that a pair has in common whose prompt is known
 
 
 class RecordEncoder:
-    """Tokenizes records.
+    """Tokenizes records; every method raises `UserError` for one that it cannot use.
 
     Without a form for conversations a prompt is the field `text`, or a text in `prompt`; a sample
     is `text`; a pair is `chosen` and `rejected`, which continue `prompt` if there is one, else
     begin with it, up to the last `prompt_end` that both share. Texts stay as they are. In a form
     all are conversations; in one that nobody has asked for only records that hold messages.
 
-    Args:
-        data_cfg: `model.data`.
-        form: of conversations; None: `chat_form`'s.
-
-    Every method raises `UserError` for a record that it cannot use. A length is exact above
-    `limit`, else possibly an upper bound.
+    `data_cfg` is `model.data`; `form` None: `chat_form`'s. A length is exact above `limit`, else
+    possibly an upper bound.
     """
 
     def __init__(
@@ -131,13 +123,12 @@ class RecordEncoder:
         self.allow_empty_prompt = bool(data_cfg.get("allow_empty_prompt"))
 
     def depends_on(self) -> list[Any]:
-        """All that the tokens of a record depend on, beside the tokenizer."""
         texts, form = self.encode_text, None if self.form is None else self.form.state
         ftfy = "" if texts.fix_text is None else importlib.metadata.version("ftfy")
         return [texts.add_bos, texts.append_eod, ftfy, form, self.prompt_end]
 
     def form_of(self, record: Record) -> ConversationForm | None:
-        """The form that a record is written in; None: its texts stay as they are."""
+        """None: its texts stay as they are."""
         if self.form is not None and self.form.default:
             if not holds_conversation(record):
                 return None
@@ -145,7 +136,7 @@ class RecordEncoder:
         return self.form
 
     def prompt(self, record: Record) -> list[int]:
-        """The tokens of a prompt, at least one."""
+        """At least one token."""
         text = self._prompt_text(record)
         if text is not None:
             tokens = self.encode_text(text)
@@ -160,11 +151,11 @@ class RecordEncoder:
         return len(self.prompt(record)) if text is None else self.encode_text.length(text, limit)
 
     def begins(self, record: Record) -> bool:
-        """Whether a token stands before the response to an empty prompt."""
+        """A token stands before the response to an empty prompt."""
         return self.encode_text.add_bos or not (self.form_of(record) is None or "text" in record)
 
     def prompt_is_empty(self, record: Record, *responses: str) -> bool:
-        """Whether a prompt says nothing: one for rollouts, or that of the fields `responses`."""
+        """It says nothing: a prompt for rollouts, or that of the fields `responses`."""
         text: str | np.ndarray | None = None
         if not responses:
             text = self._prompt_text(record)
@@ -175,7 +166,6 @@ class RecordEncoder:
         return isinstance(text, str) and not text.strip()
 
     def sample(self, record: Record) -> list[int]:
-        """The tokens of a prompt with its response."""
         text = self._text(record, has_conversation=False)
         if text is not None:
             return self.encode_text(text)
@@ -187,8 +177,8 @@ class RecordEncoder:
         return len(self.sample(record)) if text is None else self.encode_text.length(text, limit)
 
     def pair(self, record: Record) -> tuple[Encoded, Encoded]:
-        """Both samples of a pair that stands in one record, the better one first; what follows
-        `prompt` is the response, or the assistant's messages from the first that differs.
+        """Both samples of a pair in one record, the better one first; what follows `prompt` is the
+        response, or the assistant's messages from the first that differs.
         """
         form = self.form_of(record)
         if form is not None:
@@ -198,15 +188,14 @@ class RecordEncoder:
         return chosen, rejected
 
     def with_response(self, record: Record) -> Encoded:
-        """`prompt` with `response`: what follows, or the assistant's messages after it."""
         form = self.form_of(record)
         if form is not None:
             return form.response(self._fixed(record))
         return self._continued(*self._parts(record, "response"))
 
     def _continued(self, prompt: str, response: str) -> Encoded:
-        """The tokens of both texts, and which of them are of the response: from the first one that
-        the prompt alone does not begin with, for a tokenizer may join both texts in one token.
+        """The tokens of both texts, and which are the response's: from the first that the prompt
+        alone does not begin with, for a tokenizer may join both texts in one token.
         """
         tokens = self.encode_text(prompt + response)
         first = common_length(self.encode_text.without_end(prompt), tokens)
@@ -218,7 +207,7 @@ class RecordEncoder:
         return self.encode_text.length("".join(self._parts(record, "response")), limit)
 
     def pair_length(self, record: Record, limit: int) -> int:
-        """Tokens of the longer sample of a pair, which is refused if both have the same tokens."""
+        """Of the longer sample; a pair is refused if both have the same tokens."""
         texts = None if self.form_of(record) is not None else self._pair_texts(record)
         if texts is None or self._may_be_the_same(*texts[1:]):  # to encode all would take long
             chosen, rejected = (sample.tokens for sample in self.pair(record))
@@ -231,11 +220,8 @@ class RecordEncoder:
         return max(self.encode_text.length(prompt + text, limit) for text in responses)
 
     def in_common(self, first: Record, second: Record) -> int:
-        """How many characters (or tokens) two samples begin with in common; `SURE` if they are
-        known to have the same prompt.
-
-        Raises:
-            UserError: they are known to have different ones.
+        """How many characters (or tokens) two samples begin with in common; `SURE` if the prompt
+        is known to be the same, `UserError` if not to be.
         """
         one, other = (self._text(record, has_conversation=False) for record in (first, second))
         if one is not None and other is not None:
@@ -251,14 +237,12 @@ class RecordEncoder:
         return SURE
 
     def pair_in_common(self, record: Record) -> int:
-        """The same for the texts of a pair that stands in one record."""
         if self.form_of(record) is not None:
             return SURE
         prompt, first, second = self._pair_texts(record)
         return SURE if prompt.strip() else common_length(first, second)
 
     def _parts(self, record: Record, *fields: str, whole: bool = False) -> list[str]:
-        """The text of a prompt, and of the fields that continue it."""
         texts = plain_texts(record, *fields)
         if record.get("prompt") is not None:
             return plain_texts(record, "prompt", allow_blank=True) + texts
@@ -274,9 +258,7 @@ class RecordEncoder:
         )
 
     def _split(self, texts: Sequence[str], what: str) -> list[str]:
-        """What whole texts begin with, up to the last `prompt_end` that all share, and how each
-        of them goes on.
-        """
+        """What texts begin with, up to the last shared `prompt_end`, and how each goes on."""
         shared = texts[0][: common_length(texts[0], texts[-1])]
         place = shared.rfind(self.prompt_end) + len(self.prompt_end)
         if self.prompt_end not in shared or not all(text[place:].strip() for text in texts):
@@ -287,14 +269,13 @@ class RecordEncoder:
         return [shared[:place], *(text[place:] for text in texts)]
 
     def _pair_texts(self, record: Record) -> list[str]:
-        """What both texts of a pair begin with, and how they go on, the better one first."""
+        """What both begin with, and how they go on, the better one first."""
         parts = self._parts(record, "chosen", "rejected", whole=True)
         if parts[1] == parts[2]:
             raise EqualPairError
         return parts
 
     def _may_be_the_same(self, first: str, second: str) -> bool:
-        """False only if a tokenizer keeps the texts apart."""
         fix = self.encode_text.fix_text or str
         first, second = fix(first), fix(second)
         heads = [_letters(text[:64]) for text in (first, second)]  # most differ in them already
@@ -302,7 +283,7 @@ class RecordEncoder:
         return heads[0][:common] == heads[1][:common] and _letters(first) == _letters(second)
 
     def _prompt_text(self, record: Record) -> str | np.ndarray | None:
-        """The text of a prompt that stays as it is; None for a conversation."""
+        """Text that stays as it is; None for a conversation."""
         prompt = record.get("prompt")
         if self.form_of(record) is None and "text" not in record and prompt is not None:
             return plain_texts(record, "prompt", allow_blank=True)[0]
@@ -332,7 +313,7 @@ class RecordEncoder:
         return text
 
     def _fixed(self, record: Record) -> Record:
-        """A record whose texts are mended with `model.data.apply_ftfy`."""
+        """With `model.data.apply_ftfy`."""
         fix = self.encode_text.fix_text
 
         def fixed(value: Any) -> Any:

@@ -1,7 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
 """Records of data files of any kind: each is read and checked once at start, a broken one is an
-error with its file and row. What the check found is kept for the next start (`index_files.py`).
+error with file and row. What the check found is kept for the next start (`index_files.py`).
 """
 
 import array
@@ -21,13 +21,12 @@ from nemo_aligner.data.nlp.columns import Columns, check_kind, missing
 from nemo_aligner.data.nlp.data_files import DataFile, open_sources
 from nemo_aligner.data.nlp.sources import Record, RecordSource
 
-# What to do about a conversation that is read as a text.
 NO_FORM = (
     "A conversation needs a form, and the tokenizer has no chat template: set "
     "model.data.chat_template to the file of one, or model.data.chat=True. (SFT reads a file as "
     "its first line says: give texts and conversations in files of their own.)"
 )
-# From a record to what is kept of its check: a whole number, or that with one or two more.
+# What is kept of a record's check: a whole number, or that with one or two more.
 Inspect = Callable[[Record], int | tuple[int, float] | tuple[int, float, int]]
 
 
@@ -46,13 +45,11 @@ class Records(Sequence):
 
     Attributes:
         paths, counts, first_of_file: of each entry, how many records, number of the first.
-        notes, numbers, extra: int64, float64, int64 [number of records], of `inspect`; 0 where it
-            returns fewer.
+        notes, numbers, extra: int64, float64, int64 [number of records], of `inspect`, else 0.
         starts: int64, numbers of the first records of the sources, of which an entry has some.
         rows: int64 [number of records], with `expand`: the rows of all files, counted.
 
-    Raises:
-        UserError: a file is missing, empty or damaged, or a record is broken; with file and row.
+    `UserError`: a file is missing, empty or damaged, or a record is broken; with file and row.
     """
 
     def __init__(
@@ -164,24 +161,23 @@ class Records(Sequence):
         return self.expand(record)[int(index - np.searchsorted(self.rows, self.rows[index]))]
 
     def _place(self, index: int) -> tuple[int, int]:
-        """The number of a record's source, and that of its row in there."""
+        """Its source's number, and that of its row in there."""
         number = int(np.searchsorted(self._ends, index, side="right"))
         return number, self.row_of(int(index), int(self._ends[number - 1]) if number else 0)
 
     def row_of(self, index: int, first: int) -> int:
-        """How many rows after that of the record `first` the row of a record is."""
+        """How many rows after that of the record `first`."""
         return index - first if self.rows is None else int(self.rows[index] - self.rows[first])
 
     def where(self, index: int) -> str:
-        """File and row of a record, for messages."""
         number, place = self._place(index)
         source = self.sources[number]
         row, _ = next(itertools.islice(source.scan(), place, None))
         return f"{source.path}, {source.unit} {row}"
 
     def first_rows(self) -> Iterator[tuple[Path, Record, set[str]]]:
-        """Of each entry with a record the path, its first record, and its columns but for those
-        that `columns` reads.
+        """Of each entry with a record the path, the record, and the columns that nothing reads
+        yet.
         """
         for path, first, count in zip(self.paths, self.first_of_file, self.counts, strict=True):
             if count:
@@ -191,7 +187,7 @@ class Records(Sequence):
 
 
 def _joined(arrays: list[np.ndarray]) -> np.ndarray:
-    """One array; a single one stays mapped into memory."""
+    """A single one stays mapped into memory."""
     return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
 
@@ -200,7 +196,7 @@ def _state(source: RecordSource) -> list[tuple[int, int]]:
 
 
 def check_text(record: Record, *fields: str, allow_blank: bool = False) -> None:
-    """Raise `UserError` unless a record has text in `fields`, by default not only blanks."""
+    """By default not only blanks."""
     if any(field not in record for field in fields):
         talks = "messages" in record or "conversations" in record
         raise missing(fields, record, NO_FORM if talks else "")
@@ -211,7 +207,7 @@ def check_text(record: Record, *fields: str, allow_blank: bool = False) -> None:
 
 
 def first_record(entry: Any, data_cfg: Mapping[str, Any] | None = None) -> Record:
-    """The first record of a data file, read as `data_cfg` says; empty if none can be read."""
+    """Read as `data_cfg` says; empty if none can be read."""
     file, data_cfg = DataFile.of(entry, "the list of data files"), data_cfg or {}
     try:
         source = open_sources(Path(file.path), "jsonl", data_cfg.get("index_mapping_dir"))[0]

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Batch samplers: which data-parallel rank gets which dataset index, and when.
 
-`consumed_samples` alone (samples used by all ranks together since step 0) decides where a pass
+`consumed_samples` (samples used by all ranks together since step 0) alone decides where a pass
 starts, at any sample, so a resumed job gets exactly the batches that the killed one would have had
 next. A pass has whole global batches only: the rest of an epoch is dropped or, in order and on
 request, filled up with the index -1 (a slot without data).
@@ -16,16 +16,14 @@ from nemo_aligner.core.errors import ConfigError, UserError
 
 
 class BatchSampler:
-    """Sizes, checks and counters that the four samplers share.
+    """Sizes, checks and counters of the four samplers. `UserError`, `ConfigError`: sizes that do
+    not fit each other.
 
     Args:
         drop_last: leave out the samples that do not fill a global batch.
         global_batch_size: over all ranks; None for one micro-batch per rank.
         pad_samples_to_global_batch_size: with `drop_last=False`, fill up with the index -1.
         seed: of the permutations (random samplers only).
-
-    Raises:
-        UserError, ConfigError: sizes that do not fit each other; says which keys to change.
     """
 
     yields_micro_batches: bool
@@ -82,12 +80,11 @@ class BatchSampler:
         self.data_parallel_rank, self.data_parallel_size = data_parallel_rank, data_parallel_size
         self.drop_last, self.seed = drop_last, seed
         self.samples_per_epoch = self._whole_batches(total_samples)
-        # Indices in one yielded batch.
         share = global_batch_size // data_parallel_size
         self.local_batch_size = micro_batch_size if self.yields_micro_batches else share
 
     def _whole_batches(self, samples: int) -> int:
-        """Samples, with empty slots, of the global batches that `samples` make."""
+        """Samples, with empty slots."""
         size = self.global_batch_size
         return samples // size * size if self.drop_last else -(-samples // size) * size
 
@@ -102,13 +99,12 @@ class BatchSampler:
         return self._position()[2] // (self.local_batch_size * self.data_parallel_size)
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Dataset indices of this rank's batches."""
         return self._at_random() if self.is_random else self._in_order()
 
     def _at_random(self) -> Iterator[list[int]]:
-        """One permutation of the dataset per epoch, seeded with `seed + epoch`, cut into global
-        batches, of which each rank takes a share: these depend neither on the number of ranks nor
-        on the micro-batch size. A pass ends with the epoch.
+        """One permutation per epoch, seeded with `seed + epoch`, cut into global batches, of which
+        each rank takes a share: the same for any number of ranks and micro-batch size. A pass ends
+        with the epoch.
         """
         epoch, done, left = self._position()
         order = torch.randperm(
@@ -123,7 +119,6 @@ class BatchSampler:
         self.consumed_samples = (epoch + 1) * self.samples_per_epoch
 
     def _in_order(self) -> Iterator[list[int]]:
-        """The dataset's own order; an iteration starts at `consumed_samples`."""
         size, ranks, rank = self.local_batch_size, self.data_parallel_size, self.data_parallel_rank
         _epoch, first, left = self._position()
         for start in range(first, first + left, size * ranks):

@@ -41,8 +41,7 @@ class Examples(FileDataset):
         data_cfg: the section of the data: `columns`, `index_mapping_dir`.
         pad_to_max_length: pad each batch to `max_seq_length`, not to its longest example.
 
-    Items: `tokens` list of ids, `trained` list of bools (True: trained on), `idx`. `collate_fn`
-    makes batches of them.
+    Items: `tokens` list of ids, `trained` list of bools (True: trained on), `idx`.
     """
 
     what: str  # for messages, as the next two
@@ -84,11 +83,11 @@ class Examples(FileDataset):
 
     @property
     def lengths(self) -> np.ndarray:
-        """int64 [len(self)]: tokens of each item."""
+        """int64 [len(self)], in tokens."""
         return self.lines.numbers[self.documents].astype(np.int64)
 
     def tokens_of(self, record: Record) -> Encoded:
-        """The tokens of a record, and which of them are of a response."""
+        """And which of them are of a response."""
         raise NotImplementedError
 
     def __getitem__(self, index: int) -> dict[str, Any]:
@@ -100,11 +99,9 @@ class Examples(FileDataset):
         return {"tokens": tokens, "trained": trained, "idx": index}
 
     def collate_fn(self, items: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-        """Collate B items to a batch of width S, their longest length rounded up to 16.
-
-        Returns:
-            `tokens`, `labels` int64 [B, S], padded with eos (labels: the token that follows);
-            `loss_mask` float32 [B, S], 1.0 where the label counts; `position_ids` [B, S].
+        """Collate B items to width S, their longest length rounded up to 16: `tokens`, `labels`
+        int64 [B, S], padded with eos (labels: the token that follows); `loss_mask` float32 [B, S],
+        1.0 where the label counts; `position_ids` [B, S].
         """
         width = self.max_seq_length
         if not self.pad_to_max_length:
@@ -157,7 +154,6 @@ class SFTDataset(Examples):
     Args:
         add_bos: begin each example with bos; None: as the tokenizer itself does it.
         keep_lengths: count the tokens of every example at start, for `lengths`.
-        options: of `Examples`.
     """
 
     what, cut = "examples", "they are cut off"
@@ -256,15 +252,11 @@ class SFTDataset(Examples):
 
 
 class SFTChatDataset(Examples):
-    """Conversations, lines `{"messages": [...]}` or `{"conversations": [...]}`, of which the
-    assistant's turns are trained on, with the tokens that end them.
+    """Conversations, lines `{"messages": [...]}` or `{"conversations": [...]}`: the assistant's
+    turns are trained on, with the tokens that end them. One of more than `max_seq_length` + 1
+    tokens is cut at its end (the last token is predicted, but not read).
 
-    Of one with more than `max_seq_length` + 1 tokens the end is cut off (the last token is
-    predicted, but not read).
-
-    Args:
-        one_turn_per_sample: make a sample of each of the assistant's turns (`each_turn`).
-        options: of `Examples`.
+    `one_turn_per_sample`: make a sample of each of the assistant's turns (`each_turn`).
     """
 
     read_fields = (*CONVERSATIONS, *BESIDE)
@@ -316,7 +308,7 @@ def _field(record: Record, field: str | None) -> str:
 
 
 def _split_template(template: str, space_sensitive: bool) -> list[tuple[str, str | None]]:
-    """Cut a template into pieces (text, field or None), each with text before its field."""
+    """Into pieces (text, field or None), each with text before its field."""
     pieces: list[tuple[str, str | None]] = []
     literal = ""
     for part in re.split(r"(\{\w+\})", template):
@@ -335,7 +327,7 @@ def _split_template(template: str, space_sensitive: bool) -> list[tuple[str, str
 
 
 def response_span(item: Mapping[str, Any]) -> tuple[int, int]:
-    """Where the last part of an item that is trained on begins and ends; of none, at its end."""
+    """Start and end of the last part that is trained on; without any, the item's end."""
     trained = item["trained"]
     end = len(trained)
     while end and not trained[end - 1]:

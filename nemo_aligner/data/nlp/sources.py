@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The sources of records: jsonl files, tables, files of tokens.
 
-Rows of a table are read from an Arrow file that `datasets` maps into memory, which processes
-share. A parquet file is copied to such a file once, a few rows at a time (`Dataset.from_parquet`
-holds a row group at a time, which may be the whole file).
+Tables are read from an Arrow file that `datasets` maps into memory, which processes share. A
+parquet file is copied to one, a few rows at a time (`Dataset.from_parquet` holds a row group,
+which may be the whole file).
 """
 
 import array
@@ -44,17 +44,17 @@ class RecordSource:
         self.offsets = np.zeros(0, dtype=np.int64)
 
     def __getitem__(self, number: int) -> Record:
-        """One row, read from disk; after `scan`, or once `offsets` are set."""
+        """After `scan`, or once `offsets` are set."""
         raise NotImplementedError
 
     def scan(self) -> Iterator[tuple[int, Record]]:
-        """All rows in order, each with its number in the file as messages give it."""
+        """In order, each with its number in the file as messages give it."""
         raise NotImplementedError
 
 
 class JsonLinesFile(RecordSource):
-    """A file with one JSON object per line; blank lines do not count. The content of a compressed
-    one is its unpacked copy, or bytes.
+    """One JSON object per line; blank lines do not count. A compressed file has an unpacked copy,
+    or bytes.
     """
 
     unit = "line"
@@ -64,8 +64,7 @@ class JsonLinesFile(RecordSource):
         self.content = content
 
     def __getitem__(self, number: int) -> Record:
-        # Opened anew each time: worker processes of a DataLoader would share the position in an
-        # open file.
+        # Opened anew each time: worker processes would share the position in an open file.
         with self._open() as file:
             file.seek(self.offsets[number])
             record: Record = json.loads(file.readline())
@@ -152,7 +151,6 @@ def _without_nulls(row: Record) -> Record:
 
 
 def open_parquet(path: Path, index_dir: str | None) -> ArrowTable:
-    """The rows of a parquet file."""
     import pyarrow as pa
     import pyarrow.parquet as pq
     from datasets.table import InMemoryTable, MemoryMappedTable
@@ -182,7 +180,7 @@ def open_parquet(path: Path, index_dir: str | None) -> ArrowTable:
 
 
 def open_arrow(path: Path) -> ArrowTable:
-    """The rows of an Arrow file, in its form for streams or for files."""
+    """In Arrow's form for streams or for files."""
     import pyarrow as pa
     from datasets.table import InMemoryTable, MemoryMappedTable
 
@@ -200,7 +198,7 @@ def open_arrow(path: Path) -> ArrowTable:
 
 
 def open_saved(folder: Path) -> ArrowTable:
-    """The rows of a dataset that `datasets.Dataset.save_to_disk` wrote."""
+    """By `datasets.Dataset.save_to_disk`."""
     import datasets
     import pyarrow as pa
 
@@ -217,7 +215,7 @@ def open_saved(folder: Path) -> ArrowTable:
 
 
 def _gathered(batches: Iterator["pyarrow.RecordBatch"]) -> Iterator["pyarrow.Table"]:
-    """`batches` in tables of one batch of about `BATCH_BYTES` each."""
+    """In tables of one batch of about `BATCH_BYTES` each."""
     import pyarrow as pa
 
     held: list[pa.RecordBatch] = []
@@ -235,7 +233,7 @@ def _gathered(batches: Iterator["pyarrow.RecordBatch"]) -> Iterator["pyarrow.Tab
 def _readable(
     batches: Iterable["pyarrow.RecordBatch"], path: Path
 ) -> Iterator["pyarrow.RecordBatch"]:
-    """`batches`; `UserError` says after which row one cannot be read."""
+    """`UserError` says after which row one cannot be read."""
     import pyarrow as pa
 
     done = 0
@@ -250,7 +248,7 @@ def _readable(
         ) from None
 
 
-# What a pickled array of arrays of numbers is made of, by module (of NumPy 1 and 2) and name.
+# What a pickled array of numbers is made of, by module (of NumPy 1 and 2) and name.
 _MULTIARRAY = ("numpy.core.multiarray", "numpy._core.multiarray")
 _ARRAY_MODULES = ("numpy", *_MULTIARRAY)
 _ARRAY_NAMES = ("_reconstruct", "ndarray", "dtype", "scalar")

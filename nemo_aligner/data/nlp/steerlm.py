@@ -1,7 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Data of SteerLM (Dong et al. 2023, arXiv:2310.05344): conversations whose responses have a label
-with the values of attributes, "quality:4,toxicity:0,...", in NeMo's chat format (`nemo_chat.py`).
+"""Data of SteerLM (Dong et al. 2023, arXiv:2310.05344): conversations with labels of responses,
+"quality:4,toxicity:0,...", in NeMo's chat format (`nemo_chat.py`).
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -49,12 +49,10 @@ SYSTEM_PROMPT = (
 
 
 def encode_label(values: Mapping[str, Any]) -> str:
-    """The text of a label: "name:value" with commas between them, in the order of `values`."""
     return ",".join(f"{name}:{value}" for name, value in values.items())
 
 
 def parse_label(text: str, attributes: Sequence[str]) -> dict[str, float]:
-    """The values of a label by attribute."""
     values: dict[str, float] = {}
     for part in text.split(","):
         name, colon, value = part.strip().partition(":")
@@ -77,13 +75,12 @@ def parse_label(text: str, attributes: Sequence[str]) -> dict[str, float]:
 
 
 def rounded_label(values: Sequence[float], attributes: Sequence[str]) -> str:
-    """The label of what a reward model predicts: whole numbers from `LOWEST` to `HIGHEST`."""
+    """Of a reward model's numbers: whole ones from `LOWEST` to `HIGHEST`."""
     numbers = [round(min(max(float(value), LOWEST), HIGHEST)) for value in values]
     return encode_label(dict(zip(attributes, numbers, strict=True)))
 
 
 def read_attributes(text: str) -> tuple[str, ...]:
-    """The attributes of a list with commas."""
     names = tuple(name.strip() for name in text.split(","))
     if not all(names) or len(set(names)) < len(names):
         raise UserError(f"--attributes {text}: give different names with commas between them.")
@@ -91,9 +88,9 @@ def read_attributes(text: str) -> tuple[str, ...]:
 
 
 def scored_turns(record: Record) -> list[tuple[int, str]]:
-    """What a regression reward model reads for each response of a conversation (a turn of a
-    speaker whom `mask` does not name, but for the first): the number of its turn, and the text up
-    to its end with the token that a label follows, of speakers User and Assistant, unlabelled.
+    """What a regression reward model reads for each response (a turn but the first of a speaker
+    whom `mask` does not name): its turn's number, and the text up to its end with the token that a
+    label follows, of speakers User and Assistant, unlabelled.
     """
     source = source_of_record(record)
     # Null and absent mean the prompt of the published models, "" means none.
@@ -114,7 +111,7 @@ def scored_turns(record: Record) -> list[tuple[int, str]]:
 
 
 def with_labels(record: Record, labels: Mapping[int, str]) -> Record:
-    """A conversation with labels for the turns of these numbers, of type VALUE_TO_TEXT."""
+    """Of type VALUE_TO_TEXT."""
     turns = [
         {**turn, "label": labels.get(number, turn.get("label"))}
         for number, turn in enumerate(record["conversations"])
@@ -125,7 +122,7 @@ def with_labels(record: Record, labels: Mapping[int, str]) -> Record:
 def regression_records(
     record: Record, attributes: Sequence[str] = ALL_STEERLM_ATTRIBUTES
 ) -> list[Record]:
-    """A record `{"text": ..., "label": [number, ...]}` for each response that has a label."""
+    """`{"text": ..., "label": [number, ...]}` for each response that has a label."""
     found = []
     for number, text in scored_turns(record):
         label = record["conversations"][number].get("label")
@@ -137,13 +134,13 @@ def regression_records(
 
 
 def labelled_conversation(turns: Sequence[Mapping[str, Any]]) -> Record:
-    """A record of conversations for attribute-conditioned fine-tuning."""
+    """For attribute-conditioned fine-tuning."""
     how = {"system": SYSTEM_PROMPT, "mask": USER, "type": VALUE_TO_TEXT}
     return {"conversations": list(turns), **how}
 
 
 def open_assistant_records(tree: Mapping[str, Any]) -> list[Record]:
-    """The conversations of a message tree of OpenAssistant, one for each path to a last reply."""
+    """One for each path to a last reply."""
     try:
         return [labelled_conversation(path) for path in _paths(tree["prompt"]) if len(path) > 1]
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -171,7 +168,7 @@ def _paths(message: Mapping[str, Any]) -> Iterator[list[dict[str, Any]]]:
 
 
 def help_steer_record(row: Mapping[str, Any], attributes: Sequence[str]) -> Record:
-    """The conversation of a row of HelpSteer or HelpSteer2 with the `attributes` that it has."""
+    """With the `attributes` that it has."""
     values = {name: row[name] for name in attributes if row.get(name) is not None}
     absent = [name for name in ("prompt", "response") if not isinstance(row.get(name), str)]
     if absent or not values:
@@ -182,7 +179,6 @@ def help_steer_record(row: Mapping[str, Any], attributes: Sequence[str]) -> Reco
     return labelled_conversation([prompt, response])
 
 
-# Fields of a response, as NeMo-Aligner names them.
 LOG_P_ATTRIBUTES, LOG_P_RESPONSE, LOG_Q = "log(P(a|x,y))", "log(P(y|x))", "log(Q(y|a,x))"
 
 
@@ -194,15 +190,10 @@ class SteerLM2Dataset(Examples):
                         "log(P(y|x))": number, "log(Q(y|a,x))": number}, ...]}
 
     in NeMo's chat format, the label before each response. A prompt with a response of more than
-    `max_seq_length` + 1 tokens is left out. Prompts may have different numbers of responses.
-
-    Args:
-        special_tokens: `model.data.chat_prompt_tokens`; None: those of NeMo.
-        options: `columns` and `index_mapping_dir`, where there is no `data_cfg`; others, of
-            NeMo's data set of texts, have no effect.
+    `max_seq_length` + 1 tokens is left out. `special_tokens`: `model.data.chat_prompt_tokens`
+    (None: NeMo's); `options`: `columns` and `index_mapping_dir`, where there is no `data_cfg`.
 
     Items: `responses`, a list of `Encoded`; `ws` and `log(Q(y|a,x))`, float64 arrays; `idx`.
-    `collate_fn` makes batches of them.
     """
 
     def __init__(
@@ -237,7 +228,7 @@ class SteerLM2Dataset(Examples):
         return max(len(response.tokens) for response in responses), len(responses)
 
     def _encoded(self, record: Record) -> list[Encoded]:
-        """Each response behind its prompt, with the mask of that last turn alone."""
+        """Behind its prompt, with the mask of that last turn alone."""
         turns, label, responses = _fields(record)
         speaker = responses[0]["from"]
         others = tuple(dict.fromkeys(t.speaker for t in turns if t.speaker != speaker))
@@ -246,8 +237,7 @@ class SteerLM2Dataset(Examples):
             last = Turn(speaker, response["value"], label)
             source = Source(record.get("system") or "", (*turns, last), others, VALUE_TO_TEXT)
             tokens, _is_response = self.form.encode(source)
-            # Not by the mask of the chat format: a tokenizer may join `end_of_name` behind the
-            # label with a newline that the response begins with.
+            # A tokenizer may join `end_of_name` behind the label with a first newline.
             opening = turn_text(Turn(speaker, "", label), VALUE_TO_TEXT, self.marks)
             opening = opening.removesuffix(self.marks.end_of_turn)
             prompt = self.tokenizer.text_to_ids(self._prompt_text(source, turns) + opening)
@@ -261,7 +251,7 @@ class SteerLM2Dataset(Examples):
         return found
 
     def get_prompt(self, system_turn: str, prompt_turns: Sequence[Mapping[str, str]]) -> str:
-        """The text of a prompt, up to where the responding turn begins."""
+        """Up to where the responding turn begins."""
         turns = [Turn(turn["from"], turn["value"]) for turn in prompt_turns]
         return self._prompt_text(Source(system_turn, ()), turns)
 
@@ -300,11 +290,9 @@ class SteerLM2Dataset(Examples):
         return [{"content": text} for text in texts]
 
     def collate_fn(self, batch: list[dict[str, Any]]) -> dict[str, Tensor]:
-        """Collate B items to a batch of width S; n is `num_responses`.
-
-        Returns:
-            `tokens`, `labels` int64, `loss_mask` float32 and `position_ids` `[B, n, S]`; `ws` and
-            `log(Q(y|a,x))` float64 `[B, n]`. Of a response that is missing no label counts.
+        """Collate B items to width S; n is `num_responses`: `tokens`, `labels` int64, `loss_mask`
+        float32 and `position_ids` `[B, n, S]`; `ws` and `log(Q(y|a,x))` float64 `[B, n]`. Of a
+        response that is missing no label counts.
         """
         n = self.num_responses
         missing = Encoded([self.tokenizer.eos_id] * 2, [False] * 2)
@@ -319,7 +307,7 @@ class SteerLM2Dataset(Examples):
 
 
 def _fields(record: Record) -> tuple[tuple[Turn, ...], str | None, list[Any]]:
-    """(turns of the prompt, label, responses) of a record."""
+    """(turns of the prompt, label, responses)."""
     for field in ("prompt_turns", "responses"):
         value = record.get(field)
         if not isinstance(value, list) or not value:
@@ -347,7 +335,7 @@ def _fields(record: Record) -> tuple[tuple[Turn, ...], str | None, list[Any]]:
 
 
 def _log_probs(record: Record) -> tuple[Tensor, ...]:
-    """float64 [n] each: log P(a|x,y), log P(y|x) and log Q'(y|a,x) of the responses."""
+    """float64 [n] each: log P(a|x,y), log P(y|x) and log Q'(y|a,x)."""
     found = []
     for key in (LOG_P_ATTRIBUTES, LOG_P_RESPONSE, LOG_Q):
         for number, response in enumerate(record["responses"], start=1):

@@ -46,8 +46,6 @@ ARRAYS = {"topk_logits": "<f4", "topk_token_ids": "<i4", "log_sum_exp_logits": "
 
 
 class TopKExample(NamedTuple):
-    """An example with the largest logits of its n positions that count."""
-
     tokens: np.ndarray  # int64 [S], as the next
     labels: np.ndarray
     loss_mask: np.ndarray  # float32 [S]
@@ -59,7 +57,7 @@ class TopKExample(NamedTuple):
 def to_line(
     example: TopKExample, index: int, rows: int, fingerprint: str | None, teacher: str
 ) -> str:
-    """The line of a file for an example; `fingerprint`: of the tokenizer."""
+    """`fingerprint`: of the tokenizer."""
     record = {key: getattr(example, key).tolist() for key in EXAMPLE}
     for key, dtype in ARRAYS.items():
         data = np.ascontiguousarray(getattr(example, key), dtype=dtype)
@@ -75,9 +73,7 @@ def _checksum(record: Mapping[str, Any]) -> str:
 
 
 def check_record(record: Record, fingerprint: str | None) -> None:
-    """Raise `UserError` unless a record is whole and has the logits of a tokenizer with this
-    fingerprint.
-    """
+    """Refuse a record that is not whole, or of a tokenizer with another fingerprint."""
     missing = [key for key in (*EXAMPLE, *ARRAYS) if key not in record]
     if missing:
         raise UserError(
@@ -97,9 +93,7 @@ def check_record(record: Record, fingerprint: str | None) -> None:
 
 
 def from_record(record: Record, top_k: int | None = None) -> TopKExample:
-    """The example of a record that `check_record` has passed, with the `top_k` largest logits of
-    each position; None: all that it has.
-    """
+    """From a record that `check_record` has passed; `top_k` largest logits (None: all)."""
     tokens, labels = (np.asarray(record[key], dtype=np.int64) for key in EXAMPLE[:2])
     loss_mask = np.asarray(record["loss_mask"], dtype=np.float32)
     counts = loss_mask != 0
@@ -132,7 +126,6 @@ def from_record(record: Record, top_k: int | None = None) -> TopKExample:
 
 
 def _array(record: Record, key: str, counts: np.ndarray) -> np.ndarray:
-    """An array of a record, of the positions that count."""
     value = record[key]
     if isinstance(value, str):
         array = np.frombuffer(base64.b64decode(value, validate=True), dtype=ARRAYS[key])
@@ -143,11 +136,11 @@ def _array(record: Record, key: str, counts: np.ndarray) -> np.ndarray:
 
 @accepts_nemo_aligner_call
 class KnowledgeDistillationDataset(FileDataset):
-    """Examples with the largest logits of a teacher; `tokenizer`: of the student. Of each position
-    `top_k` are used, a key of `data_cfg` (None: all, of all files alike).
+    """Examples with the largest logits of a teacher; `tokenizer`: of the student. `top_k` of each
+    position are used, a key of `data_cfg` (None: all, of all files alike).
 
-    Items: the fields of `TopKExample` as tensors, with the positions that do not count, [S, K] and
-    [S], filled with 0. `collate_fn` makes batches of them.
+    Items: the fields of `TopKExample` as tensors, 0 at the positions that do not count, [S, K] and
+    [S].
     """
 
     in_chunks = True
@@ -171,7 +164,7 @@ class KnowledgeDistillationDataset(FileDataset):
         )
 
     def _inspect(self, record: Record) -> tuple[int, float]:
-        """Number of tokens, and of logits of a position."""
+        """Numbers of tokens, and of logits of a position."""
         check_record(record, self.fingerprint)
         example = from_record(record, self.top_k)
         size = self.tokenizer.vocab_size
@@ -216,8 +209,8 @@ class KnowledgeDistillationDataset(FileDataset):
         return item
 
     def collate_fn(self, items: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-        """Collate items to a batch of width S, their longest length rounded up to 16, at most
-        `seq_length`; see `core.types.DistillationBatch`.
+        """Collate to width S, the longest length rounded up to 16, at most `seq_length`; see
+        `core.types.DistillationBatch`.
         """
         longest = max(len(item["tokens"]) for item in items)
         width = min(-(-longest // 16) * 16, self.seq_length)
