@@ -1,10 +1,10 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Who may use a server: addresses of this machine alone, and the token that others need; and by
-what a server proves to its clients that it is the right one.
+"""Who may use a server: this machine's addresses, and the token that others need; and how a server
+proves to its clients that it is the right one.
 
-A token comes from a file that only its user can read, or from the environment, which other users
-cannot read either. It is never an argument: every user of a machine can read command lines.
+A token comes from a file that only its user can read, or from the environment. It is never an
+argument: every user of a machine can read command lines.
 """
 
 import ipaddress
@@ -32,13 +32,9 @@ MAKE_A_TOKEN = f"export {TOKEN_VARIABLE}=$(python -c 'import secrets; print(secr
 def read_token(
     token_file: str | None, setting: str, key: str = "token_file", variable: str = TOKEN_VARIABLE
 ) -> str | None:
-    """Return the token in `token_file`, else that in the environment; None without either.
-
-    Args:
-        setting, key: section of the configuration, and its key that holds `token_file`.
-
-    Raises:
-        ConfigError: the file cannot be read, others can read it too, or its text is no token.
+    """The token in `token_file`, else that in the environment; None without either. `setting` and
+    `key` are the section of the configuration and the key that hold `token_file`. `ConfigError`:
+    the file cannot be read, others can read it too, or its text is no token.
     """
     if token_file is None:
         token, source = os.environ.get(variable), variable
@@ -66,10 +62,8 @@ def read_token(
 
 
 def server_token(host: str, token_file: str | None, setting: str) -> str | None:
-    """Return the token that a server which listens on `host` asks for; None: it asks for none.
-
-    Raises:
-        ConfigError: other machines can reach `host`, and there is no token; or see `read_token`.
+    """The token that a server which listens on `host` asks for, if any. `ConfigError`: other
+    machines can reach `host`, and there is no token; or see `read_token`.
     """
     if host is not None and not isinstance(host, str):
         raise ConfigError(f"{setting}.host={host!r} is no name or address.")
@@ -84,7 +78,7 @@ def server_token(host: str, token_file: str | None, setting: str) -> str | None:
 
 
 def server_tls(certificate: str | None, key: str | None) -> ssl.SSLContext | None:
-    """Return the context of a server that encrypts, with these two files; None without them."""
+    """The context of a server that encrypts, with these two files; None without them."""
     if certificate is None and key is None:
         return None
     files = f"server.tls_certificate={certificate} and server.tls_key={key}"
@@ -115,7 +109,7 @@ def _check_private(mode: int, source: str, path: str, secret: str) -> None:
 def client_tls(
     ca_file: str | None, setting: str, key: str = "tls_ca_file"
 ) -> ssl.SSLContext | None:
-    """Return the context of a client that trusts the certificates in `ca_file`; None: no TLS."""
+    """The context of a client that trusts the certificates in `ca_file`; None: no TLS."""
     if ca_file is None:
         return None
     try:
@@ -139,18 +133,18 @@ _SECRET = re.compile(  # words with `_` between them
 
 
 def shown_url(text: str) -> str:
-    """`text` as a log or a page may have it: without user, password and query of URLs in it."""
+    """As a log or a page may have it: without user, password and query of URLs in it."""
     return _QUERY_OF_URL.sub(r"\1***", _USER_OF_URL.sub("***@", text))
 
 
 def _is_secret(name: str) -> bool:
-    """Whether a key of this name, `SECTION.KEY` too, holds a secret (`hfToken`)."""
+    """Of this name, `SECTION.KEY` too (`hfToken`)."""
     parts = name.split(".")
     return any(_SECRET.fullmatch(_WORDS.sub("_", part).lower()) for part in parts)
 
 
 def shown_word(word: str) -> str:
-    """A word of a command line, `KEY=VALUE`, as `shown_config` has the value that Hydra reads."""
+    """A word of a command line, `KEY=VALUE`, as `shown_config` has the value."""
     key, sign, text = word.partition("=")
     if not sign:
         return shown_url(word)
@@ -196,7 +190,7 @@ def shown_config(tree: Any) -> Any:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether `host`, a name or an address, is reached from this machine alone."""
+    """It is reached from this machine alone."""
     try:
         addresses = {str(entry[4][0]) for entry in socket.getaddrinfo(host or "0.0.0.0", None)}
     except (OSError, UnicodeError):

@@ -28,7 +28,6 @@ OTHER_DATA_IMPLS = {"chunked_jsonl": "name the chunks as a list of files with da
 
 
 def check_data_impl(name: str) -> None:
-    """Raise `ConfigError` unless `name` is one of `DATA_IMPLS`."""
     if name in DATA_IMPLS:
         return
     remedy = OTHER_DATA_IMPLS.get(name, f"use one of {', '.join(DATA_IMPLS)}")
@@ -36,7 +35,7 @@ def check_data_impl(name: str) -> None:
 
 
 def check_parts(files: Mapping) -> None:
-    """Raise `ConfigError` unless `model.data.data_prefix` has training data and known parts."""
+    """It needs training data and known parts."""
     known = all(key in PARTS or key.startswith("validation") for key in files)
     if not known or not files.get("train"):
         raise ConfigError(
@@ -45,7 +44,6 @@ def check_parts(files: Mapping) -> None:
 
 
 def plain_columns(columns: Any, key: str = "model.data.columns") -> dict[str, str | list[str]]:
-    """`columns`, the mapping called `key`, in plain Python: names of columns, or lists."""
     if columns is None:
         return {}
     if not hasattr(columns, "items"):
@@ -64,12 +62,11 @@ def plain_columns(columns: Any, key: str = "model.data.columns") -> dict[str, st
 
 
 def line_ends(text: str) -> str:
-    """A text of the configuration; a line end is written as \\n on a command line."""
+    """A line end is written as \\n on a command line."""
     return text.replace("\\n", "\n")
 
 
 def _check_packed(values: Values, split: str) -> None:
-    """Raise `ConfigError` if the SFT examples of the section `split` cannot be packed."""
     if not values.get(f"{split}.packed_sequence"):
         return
     cp, files = values.get("model.context_parallel_size", 1), values.get(f"{split}.file_path")
@@ -87,12 +84,10 @@ def _check_packed(values: Values, split: str) -> None:
 
 
 def holds_tokens(name: str) -> bool:
-    """Whether files of this form hold tokens, not texts."""
     return name in ("mmap", "packed_jsonl")
 
 
 def check_labels_can_be_read(data_impl: str) -> None:
-    """Raise `ConfigError` if files of this form have no place for labels."""
     if holds_tokens(data_impl):
         raise ConfigError(
             f"model.data.data_impl={data_impl} holds tokens only, but a regression reward model "
@@ -101,7 +96,7 @@ def check_labels_can_be_read(data_impl: str) -> None:
 
 
 def check_prompts_can_be_read(data_impl: str) -> None:
-    """Raise `ConfigError` if files of this form do not say where a response begins."""
+    """Files of some forms do not say where a response begins."""
     if holds_tokens(data_impl):
         raise ConfigError(
             f"model.data.data_impl={data_impl} holds tokens only, but DPO and KTO need to know "
@@ -112,8 +107,8 @@ def check_prompts_can_be_read(data_impl: str) -> None:
 
 
 def asked_form(data: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The form of conversations that the section `model.data` asks for, as a checkpoint keeps it:
-    the keys of that section; none of them: the tokenizer's own template. None: it asks for none.
+    """The form of conversations that the section `model.data` asks for, as a checkpoint keeps it
+    (the keys; empty: the tokenizer's own template); None: it asks for none.
     """
     template = data.get("chat_template")
     if data.get("chat"):
@@ -168,7 +163,7 @@ def check_chat(data: Mapping[str, Any]) -> None:
 
 
 def check_sft_data(values: Values, dp: dict[str, int], with_sizes: tuple[str, ...]) -> None:
-    """Check `model.data` of jobs that read its sections; those `with_sizes` have batch sizes."""
+    """Of jobs that read the sections of `model.data`; those `with_sizes` have batch sizes."""
     check_chat(values.get("model.data", {}))
     for split in ("train_ds", "validation_ds"):
         name = f"model.data.{split}"

@@ -2,17 +2,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Completes a partial or older configuration with the defaults of its keys.
 
-Called at the edge, by scripts and constructors; code behind it reads plain values (`cfg.key`).
-
 * `complete_config`: a whole configuration of a job, by its script.
 * `complete`: one section, by the constructor that receives it.
 * `complete_model`: a `model` section, by the constructor of a model. Keys whose null means "as in
   the checkpoint" and keys that no job gives a default have their `fallback`.
 
-A value that is given wins, null included, with two exceptions. A null section reads as
-one without keys, except `alarms` and `exp_manager` (null switches them off); `complete_config`
-leaves it null where a key below needs a value, so that the checks can say so. In `complete` and
-`complete_model`, a null key with a fallback, or of `NULL_IS_DEFAULT`, takes its default.
+A value that is given wins, null included, with two exceptions. A null section reads as one without
+keys, except `alarms` and `exp_manager` (null switches them off); `complete_config` leaves it null
+where a key below needs a value, so that the checks can say so. In the other two, a null key with a
+fallback, or of `NULL_IS_DEFAULT`, takes its default.
 """
 
 import copy
@@ -37,21 +35,20 @@ from nemo_aligner.core.estimators import ADVANTAGE_ESTIMATORS
 
 
 def register_resolvers() -> None:
-    """Register what the YAML files compute with; may be called any number of times."""
+    """What the YAML files compute with; may be called any number of times."""
     resolvers = {"multiply": operator.mul, "int_div": operator.floordiv, "subtract": operator.sub}
     for name, function in (resolvers | {"critic_gives_rewards": _critic_gives_rewards}).items():
         OmegaConf.register_new_resolver(name, function, replace=True)
 
 
 def _critic_gives_rewards(estimator: str, *others: Any) -> bool:
-    """Whether there is a critic, and none of the `others` gives the rewards."""
+    """There is a critic, and none of the `others` gives the rewards."""
     kind = ADVANTAGE_ESTIMATORS.get(estimator)
     return (kind is None or kind.needs_critic) and all(other is None for other in others)
 
 
 CONF = Path(__file__).parents[1] / "conf"  # in a checkout a link to conf/ of the repository
 
-# Keys for which null has no meaning of its own and reads as "the default".
 NULL_IS_DEFAULT = ("model.loss_reduction", "model.data.train_ds.prompt_template")
 # Jobs that compare log-probs in training with those of inference, or learn from single numbers: a
 # dropout of the checkpoint's pretraining would be noise in them.
@@ -60,7 +57,6 @@ WITHOUT_DROPOUT = tuple(
     for name, job in JOBS.items()
     if job.algo and job.keys["model.hidden_dropout"].default is ABSENT
 )
-# Sections that null switches off.
 OFF_WHEN_NULL = (
     *(f"trainer.{job.algo}.alarms" for job in JOBS.values() if job.algo),
     "exp_manager",
@@ -68,8 +64,8 @@ OFF_WHEN_NULL = (
 
 
 class _Trees(dict):
-    """The group `all_keys` of Hydra's store, from which the YAML files take the keys that they do
-    not show (their `defaults`): a job's are made when they are asked for.
+    """The group `all_keys` of Hydra's store, with the keys that the YAML files do not show (their
+    `defaults`): a job's are made when they are asked for.
     """
 
     def __getitem__(self, file: str) -> ConfigNode:
@@ -79,14 +75,14 @@ class _Trees(dict):
 
 register_resolvers()
 ConfigStore.instance().repo["all_keys"] = _Trees.fromkeys(f"{name}.yaml" for name in JOBS)
-# For each group that --help lists Hydra copies its sources, and the store with them, which takes
-# seconds. There is one store, and what it gives away are copies.
+# Hydra copies its sources, and the store, for each group that --help lists, which takes seconds.
+# There is one store, and what it gives away are copies.
 ConfigStore.__deepcopy__ = lambda store, _: store
 
 
 def complete_config(cfg: DictConfig | dict, config_name: str) -> DictConfig:
     """Copy of a job's configuration in which each missing key has its default; references stay
-    references. A given optimizer is left as it is: a rate and its schedule belong together.
+    references. A given optimizer stays as it is: a rate and its schedule belong together.
     """
     result = _copy(cfg)
     defaults = JOBS[config_name].tree
@@ -105,11 +101,8 @@ def complete(cfg: DictConfig | dict | None, config_name: str | None, section: st
     missing key has its default in the job; None: its fallback.
 
     A default that refers to another key gets that key's value: of the completed section, of the
-    configuration that `cfg` is a part of, or of the job, in this order. The copy keeps the
-    parent of `cfg`, so that references in `cfg` resolve as before.
-
-    Raises:
-        ConfigError: a default refers to a key that has no value.
+    configuration that `cfg` is a part of, or of the job, in this order; `ConfigError`: it has
+    none. The copy keeps the parent of `cfg`, so references in `cfg` resolve as before.
     """
     result = _copy({} if cfg is None else cfg)
     tree = _section_tree(config_name)
@@ -130,15 +123,14 @@ def complete(cfg: DictConfig | dict | None, config_name: str | None, section: st
 
 
 def complete_model(cfg: DictConfig | dict, config_name: str | None = None) -> DictConfig:
-    """Copy of a `model` section in which each key that a model of the job `config_name` reads has
-    a value; None: a model of any kind, outside a job. `data` and `overwrite_base_config` are not
+    """Copy of a `model` section with a value for each key that a model of the job `config_name`
+    reads; None: a model of any kind, outside a job. `data` and `overwrite_base_config` are not
     added; `optim` is completed where it is given.
     """
     return complete(cfg, config_name, "model")
 
 
 def model_fallback(key: str) -> Any:
-    """The value of `model.<key>` where neither a job nor a checkpoint gives one."""
     return _fallbacks(TrainedModel)[key]
 
 
@@ -163,8 +155,8 @@ def differences(cfg: DictConfig, config_name: str) -> list[tuple[str, Any, Any, 
 
 
 def drop_unset(model_cfg: DictConfig) -> DictConfig:
-    """Copy of `model_cfg` without the keys whose null means "as in the checkpoint": those of the
-    architecture, and the longest sample (`encoder_seq_length`) of a job that does not train.
+    """Without the keys whose null means "as in the checkpoint": those of the architecture, and the
+    longest sample (`encoder_seq_length`) of a job that does not train.
     """
     tree = plain_dict(model_cfg)
     for key in (*ARCHITECTURE_KEYS, "encoder_seq_length"):
@@ -194,8 +186,8 @@ def _missing(
     prefix: str = "",
     path: str = "",
 ) -> dict[str, Any]:
-    """Dotted keys and defaults that `given`, at `path` of the section `prefix`, lacks, also for a
-    null that reads as the default by `is_default(key, default)`. `prefix`: with a dot at its end.
+    """Dotted keys and defaults that `given`, at `path` of the section `prefix` (with a dot at its
+    end), lacks, also for a null that reads as the default by `is_default(key, default)`.
     """
     missing: dict[str, Any] = {}
     for name, default in defaults.items():
@@ -215,7 +207,7 @@ def _add(result: DictConfig, missing: Mapping[str, Any]) -> DictConfig:
 
 
 def _resolve(result: DictConfig, references: list[str], tree: dict, section: str) -> None:
-    """Put values in the place of the added `references`, in `result`."""
+    """Put values in the place of the added `references`."""
     root = result._get_root()
     if root is not result:
         tree = laid_over(tree, plain_dict(root))
@@ -234,7 +226,7 @@ def _resolve(result: DictConfig, references: list[str], tree: dict, section: str
 
 
 def _copy(cfg: DictConfig | dict) -> DictConfig:
-    """Deep copy with the parent of `cfg`."""
+    """With the parent of `cfg`."""
     if isinstance(cfg, DictConfig):
         return copy.deepcopy(cfg)
     return OmegaConf.create(cfg, flags={"allow_objects": True})
@@ -247,14 +239,14 @@ def _fallback_keys() -> frozenset[str]:
 
 @functools.cache
 def _fallbacks(*sections: type) -> dict[str, Any]:
-    """The values of models with these sections that nobody gives; not to be changed."""
+    """Not to be changed."""
     keys = Configuration("", {"": sections}).keys
     return tree_of({name: key.fallback for name, key in keys.items()})
 
 
 @functools.cache
 def _section_tree(config_name: str | None) -> dict[str, Any]:
-    """The defaults of a job's sections, over the fallbacks of the model; not to be changed."""
+    """Over the fallbacks of the model; not to be changed."""
     tree = {} if config_name is None else copy.deepcopy(JOBS[config_name].tree)
     for key in ("precision", "optim"):  # a section alone does not take them from there
         tree.get("model", {}).pop(key, None)

@@ -1,7 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
 """Configuration keys as fields of classes: a key stands once, with its type, default, bounds and
-meaning. From there come defaults, checks, the known names, `nemo-aligner config` and the tables of
+meaning. From there come defaults, checks, the known names, `nemo-aligner config` and
 docs/config.md.
 
 `Configuration` says where the sections of a job stand. The type of a field is `bool`, `int`,
@@ -49,7 +49,6 @@ class Key:
         choices: the values that it can have; empty: see the bounds.
         default: of the job; may refer to other keys.
         fallback: of a key of a model, where neither the job nor a checkpoint gives a value.
-        at_least, above, at_most: bounds of a number.
         free: any key goes below it: names that the user chooses, arguments of another library.
         of_checkpoint: it says how the weights look, and null means "as in the checkpoint".
         code: what it names in a user's own Python file, "function" or "class"; "": no such thing.
@@ -72,7 +71,6 @@ class Key:
     acts: bool = True
 
     def check_null(self, values: Values) -> None:
-        """Raise `ConfigError` if null stands where it has no meaning."""
         if self.nullable or not self.acts or not values.is_null(self.name):
             return
         if self.kind is not bool:
@@ -81,7 +79,6 @@ class Key:
             raise ConfigError(f"{self.name}=null must be True or False.")
 
     def check(self, values: Values) -> None:
-        """Raise `ConfigError` unless the value is one that the key can have."""
         self.check_null(values)
         name, value = self.name, values.get(self.name)
         if value is None or not self.acts or (self.free and isinstance(value, Mapping)):
@@ -127,7 +124,7 @@ def section() -> Any:
 
 @functools.cache
 def fields_of(section_class: type) -> dict[str, dict[str, Any]]:
-    """The fields of a section, those of its bases first: name -> what `key` was given."""
+    """Name -> what `key` was given; those of the bases first."""
     found: dict[str, dict[str, Any]] = {}
     for each in reversed(section_class.__mro__):
         own = (name for name in vars(each).get("__annotations__", {}) if name in vars(each))
@@ -168,14 +165,12 @@ class Configuration:
 
     @property
     def _classes(self) -> Iterator[tuple[str, type]]:
-        """The sections with each of their classes."""
         for name, classes in self.sections.items():
             for each in classes if isinstance(classes, tuple) else (classes,):
                 yield name, each
 
     @functools.cached_property
     def keys(self) -> dict[str, Key]:
-        """The keys by their dotted names."""
         found: dict[str, Key] = {}
         for name, each in self._classes:
             found |= {key.name: key for key in _keys(each, f"{name}." if name else "")}
@@ -193,7 +188,7 @@ class Configuration:
 
     @functools.cached_property
     def section_classes(self) -> dict[str, type]:
-        """The sections by their dotted names, also those that are in others."""
+        """By their dotted names, also those that are in others."""
         return {own: kind for name, each in self._classes for own, kind in _sections(each, name)}
 
     @functools.cached_property
@@ -203,19 +198,18 @@ class Configuration:
         return next((parts[1] for parts in names if parts[0] == "trainer" and parts[1:]), None)
 
     def _own(self, default: Any) -> Any:
-        """`default` with the names of this job."""
         if not isinstance(default, str):
             return default
         return default.replace("<job>", self.name).replace("<algo>", self.algo or "")
 
     @functools.cached_property
     def tree(self) -> dict[str, Any]:
-        """The defaults as nested dicts; not to be changed."""
+        """Not to be changed."""
         return tree_of({name: key.default for name, key in self.keys.items()})
 
 
 def tree_of(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Dotted keys and their values as nested dicts, without `ABSENT` ones."""
+    """Without `ABSENT` ones."""
     tree: dict[str, Any] = {}
     for name, value in values.items():
         if value is not ABSENT:
@@ -246,7 +240,7 @@ def meanings(section_class: type) -> dict[tuple[str, ...], str]:
 
 
 def meaning_of(section_class: type, field: str) -> str | None:
-    """What a field means: as its section says, or one that it is made from."""
+    """As its section says, or one that it is made from."""
     for each in section_class.__mro__:
         for names, text in meanings(each).items():
             if field in names:
@@ -260,7 +254,6 @@ def _hints(section_class: type) -> dict[str, Any]:
 
 
 def _kinds(section_class: type, field: str) -> tuple[Any, ...]:
-    """The type of a field, or those of which it is one."""
     hint = _hints(section_class)[field]
     is_union = typing.get_origin(hint) in (types.UnionType, typing.Union)
     return typing.get_args(hint) if is_union else (hint,)

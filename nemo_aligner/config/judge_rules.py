@@ -23,8 +23,6 @@ _COLUMN = re.compile(r"[^\W\d][\w -]*")
 
 @dataclass(frozen=True, kw_only=True)
 class JudgeSpec(RewardServersSpec):
-    """Servers of the same judge."""
-
     options: Mapping[str, Any]  # its keys
     messages: dict[str, str]  # templates by role
     columns: list[str]  # that they ask for, beside prompt and response
@@ -49,7 +47,7 @@ class JudgeSpec(RewardServersSpec):
         return fields
 
     def score_in(self, reply: str) -> float | None:
-        """The score; None: there is none within the bounds."""
+        """None: there is none within the bounds."""
         if isinstance(self.score, str):
             found = [*_values_at(self.score, reply)]
         else:
@@ -76,7 +74,7 @@ def _values_at(path: str, reply: str) -> Iterator[Any]:
 
 
 def text_of(given: str) -> str:
-    """The text of the file `given`; `given` itself where there is no such file."""
+    """Of the file `given`; `given` itself where there is no such file."""
     return Path(given).read_text(encoding="utf-8") if os.path.isfile(given) else given
 
 
@@ -108,7 +106,6 @@ def read_web_rewards(options: Mapping, section: str) -> RewardServersSpec | None
 
 
 def _messages(judge: Mapping, setting: str) -> dict[str, Any]:
-    """The templates by role, and the columns that they ask for."""
     messages: dict[str, str] = {}
     names: dict[str | None, str] = {}
     system = str(judge["system"])

@@ -49,10 +49,8 @@ def pad_vocab_size(vocab_size: int, multiple: int, tensor_model_parallel_size: i
 
 def count_vocab_rows(cfg: Any, vocab_size: int) -> int:
     """Rows of the embedding table by `cfg`, a complete `model` section: `override_vocab_size`,
-    rounded up for the tensor-parallel ranks, else `vocab_size`, the ids of the tokenizer, padded.
-
-    Raises:
-        ConfigError: the given number is smaller than `vocab_size`.
+    rounded up for the TP ranks (`ConfigError`: smaller than `vocab_size`), else `vocab_size`
+    padded.
     """
     tp, rows = cfg.tensor_model_parallel_size, cfg.override_vocab_size
     if not rows:
@@ -71,8 +69,8 @@ def count_ranks(
     visible_devices: int = 0,
     env: Mapping[str, str] | None = None,
 ) -> int:
-    """World size of the job: what the launcher says (torchrun and Lightning's children set RANK
-    and WORLD_SIZE), else those of `count_devices` x `num_nodes`.
+    """World size: what the launcher says (torchrun and Lightning's children set RANK and
+    WORLD_SIZE), else `count_devices` x `num_nodes`.
     """
     env = os.environ if env is None else env
     if "RANK" in env and "WORLD_SIZE" in env:
@@ -99,7 +97,6 @@ def count_devices(devices: Devices, visible_devices: int = 0) -> int:
 
 
 def cuda_devices() -> int:
-    """CUDA devices that PyTorch sees on this machine."""
     import torch  # here: importing PyTorch takes a second
 
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -111,7 +108,7 @@ def default_precision(accelerator: str = "auto") -> str | int:
 
 
 def dtype_name(precision: str | int) -> str:
-    """The value of `PRECISIONS`; of another precision `ConfigError`."""
+    """`ConfigError`: not one of `PRECISIONS`."""
     name = PRECISIONS.get(str(precision).lower())
     if name is None:
         raise ConfigError(
@@ -121,7 +118,6 @@ def dtype_name(precision: str | int) -> str:
 
 
 def check_accelerator(accelerator: str, devices: Devices, visible_devices: int) -> None:
-    """Raise `ConfigError` when a GPU is asked for that is not among the visible ones."""
     if accelerator not in ACCELERATORS:
         raise ConfigError(
             f"trainer.accelerator={accelerator!r} must be one of {', '.join(ACCELERATORS)}."
@@ -162,7 +158,7 @@ def parallel_factor(
 
 
 def check_expert_ranks(expert_parallel: int, dp: int, cp: int) -> None:
-    """Raise `ConfigError` unless `expert_parallel` divides the ranks of DP x CP."""
+    """It must divide the ranks of DP x CP."""
     if dp * cp % expert_parallel:
         raise ConfigError(
             f"model.expert_model_parallel_size={expert_parallel} does not divide the {dp * cp} "
@@ -224,13 +220,11 @@ def check_architecture(values: Mapping, fixed: bool = False) -> None:
 
 
 def is_uneven(v: Values) -> bool:
-    """Whether there are several pipeline stages, and the first or the last has its own size."""
     pp = v.whole("model.pipeline_model_parallel_size", 1) or 1
     return pp > 1 and any(v.get(f"model.{key}") is not None for key in UNEVEN)
 
 
 def check_pipeline_stages(values: Mapping) -> None:
-    """Raise `ConfigError` if the pipeline stages that `cfg.model` asks for cannot be built."""
     v = Values({"model": values})
     if not is_uneven(v):
         return
@@ -245,7 +239,7 @@ def check_pipeline_stages(values: Mapping) -> None:
 
 
 def uneven_stages(v: Values) -> list[int]:
-    """Layers of each pipeline stage where some are given; `ConfigError` if it cannot be."""
+    """Where some are given; `ConfigError` if it cannot be."""
     layers, pp = v.size("model.num_layers"), v.size("model.pipeline_model_parallel_size")
     first, last = (v.whole(f"model.{key}", 1) for key in UNEVEN)
     given = {f"model.{key}": n for key, n in zip(UNEVEN, (first, last), strict=True) if n}
@@ -276,8 +270,8 @@ def _check_experts(v: Values, fixed: bool) -> None:
 
 
 def check_recomputation(v: Values, complete: bool) -> None:
-    """Check `model.activations_checkpoint_*`; `complete` as in `rules.check_values`. What has no
-    effect is accepted, as in NeMo-Aligner; `inert_keys.py` has a warning.
+    """What has no effect is accepted, as in NeMo-Aligner; `inert_keys.py` has a warning.
+    `complete`: as in `rules.check_values`.
     """
     granularity = v.get(RECOMPUTE + "granularity")
     for key, give in (("method", "uniform or block"), ("num_layers", "a number of layers")):

@@ -35,7 +35,6 @@ def check_ppo(v: Values, dp: dict[str, int], ranks: int) -> None:
 
 
 def check_ppo_variants(v: Values) -> None:
-    """Raise `ConfigError` for variants of PPO that cannot work."""
     estimator = v.get(PPO + "advantage_estimator")
     kind, name = (
         estimators.ADVANTAGE_ESTIMATORS[estimator],
@@ -70,7 +69,7 @@ def check_ppo_variants(v: Values) -> None:
 
 
 def _check_rewards_of_steps(v: Values, name: str) -> None:
-    """Check rewards of steps and the penalty on long responses; `name`: of the estimator."""
+    """And the penalty on long responses; `name`: of the estimator."""
     buffer, longest = v.get(PPO + "overlong_buffer_len"), v.get(MODEL + "length_params.max_length")
     of_steps = v.get(PPO + "process_rewards") == "steps"
     if of_steps and not name.endswith("=grpo"):
@@ -89,7 +88,7 @@ def _check_rewards_of_steps(v: Values, name: str) -> None:
 
 
 def _check_dynamic_sampling(v: Values, name: str, kind: estimators.AdvantageEstimator) -> None:
-    """Check that prompts with equal rewards have no signal; `name`: of the estimator."""
+    """Prompts with equal rewards must have no signal; `name`: of the estimator."""
     signal, coefficient = None, v.get(PPO + "teacher_kl_coef")
     if kind.compares_parts or not kind.compares_responses:
         signal = name
@@ -107,7 +106,7 @@ def _check_dynamic_sampling(v: Values, name: str, kind: estimators.AdvantageEsti
 
 
 def _check_policy_loss(v: Values, compares_responses: bool) -> None:
-    """Check that the policy loss fits the advantages, and reads what is given."""
+    """It must fit the advantages, and read what is given."""
     loss, own = v.get(MODEL + "policy_loss"), v.get(PPO + "loss")
     reduction = v.get(MODEL + "loss_reduction")
     if own is not None and loss != "clip":
@@ -139,7 +138,7 @@ def _check_policy_loss(v: Values, compares_responses: bool) -> None:
 
 
 def _check_corrections(v: Values) -> None:
-    """Check the ranges of the two corrections, and that there is something to correct."""
+    """Their ranges, and that there is something to correct."""
     correction, covariance = PPO + "sampler_correction.", PPO + "covariance."
     for name in (correction, covariance):
         if v.get(name + "low") >= v.get(name + "high"):
@@ -163,7 +162,6 @@ def _check_corrections(v: Values) -> None:
 
 
 def _check_adaptive_kl(v: Values, samples: int) -> None:
-    """Check the settings that move the penalty; `samples`: of a step."""
     section = PPO + "adaptive_kl."
     if not v.get(section + "enable"):
         return
@@ -185,7 +183,6 @@ def _check_adaptive_kl(v: Values, samples: int) -> None:
 
 
 def _check_critic_free(v: Values, name: str, kind: estimators.AdvantageEstimator) -> None:
-    """Check an estimator that needs no critic, called `name`."""
     combined, served = (
         f"remote_critic_rm.{key}" for key in ("combine_rm_and_critic_server", "reward_model")
     )

@@ -19,9 +19,8 @@ _ENVIRONMENT = Configuration("", {"": Environment}).tree
 
 
 def check_policy(v: Values, kind: str, remote: str, dp: dict[str, int], per_prompt: str) -> None:
-    """Check what the actors, of the `kind` "ppo", "rs" or "reinforce", have in common; `remote`:
-    section of the servers that the job talks to, `per_prompt`: key of the number of responses to
-    a prompt that it learns from.
+    """What the actors, of the `kind` "ppo", "rs" or "reinforce", have in common; `remote`: section
+    of the servers that the job talks to, `per_prompt`: key of the number of responses to a prompt.
     """
     section, model = f"trainer.{kind}.", f"model.{kind}."
     v.same(section + "model_gbs", "model.global_batch_size")
@@ -45,13 +44,12 @@ def check_policy(v: Values, kind: str, remote: str, dp: dict[str, int], per_prom
 
 
 def check_remote(v: Values, remote: str) -> None:
-    """Check what all sections of servers that a job talks to have."""
     access.read_token(v.get(f"{remote}.token_file"), remote)
     access.client_tls(v.get(f"{remote}.tls_ca_file"), remote)
 
 
 def _check_own_rewards(v: Values, kind: str, remote: str) -> None:
-    """Check what gives the rewards in the job, and that nothing beside it does."""
+    """And that nothing beside it gives rewards."""
     section, environment = f"trainer.{kind}", f"model.{kind}.environment"
     path, port = f"{environment}.path", f"{environment}.port"
     check_kind_of_rewards(v, section)
@@ -87,8 +85,8 @@ def _check_own_rewards(v: Values, kind: str, remote: str) -> None:
 
 
 def asked_reshard(settings: Any) -> Any:
-    """`generation.reshard` of `settings`, the section `model.<algorithm>`. Where it is none,
-    NeMo-Aligner's `trt_llm.reshard`, with `trt_llm.enable`, reads as "auto".
+    """`generation.reshard` of the section `model.<algorithm>`. Where it is none, NeMo-Aligner's
+    `trt_llm.reshard`, with `trt_llm.enable`, reads as "auto".
     """
     reshard, trt_llm = settings["generation"]["reshard"], settings.get("trt_llm") or {}
     if reshard == "none" and trt_llm.get("enable") and trt_llm.get("reshard"):
@@ -120,7 +118,7 @@ def check_reshard(v: Values, section: str, key: str, dp: dict[str, int]) -> None
 
 
 def _check_sizes(v: Values, section: str, key: str, dp: dict[str, int]) -> None:
-    """Check `generation.reshard={tp: ..., pp: ...}` against the model and its ranks."""
+    """`generation.reshard={tp: ..., pp: ...}` against the model and its ranks."""
     given, remedy = v.get(key), f"or set {key}=auto"
     shown = f"{key}={given}".replace("'", "")  # as a command writes it
     if set(given) != {"tp", "pp"}:
@@ -171,8 +169,8 @@ def _check_sizes(v: Values, section: str, key: str, dp: dict[str, int]) -> None:
 
 
 def check_shared_queue(section: str, use_flask: bool | None, expert_parallel: int) -> None:
-    """Raise `ConfigError` if ranks that hold each other's experts would draw prompts from one
-    queue; `section`: "trainer.ppo." or "", for the message.
+    """Ranks that hold each other's experts must not draw prompts from one queue; `section`:
+    "trainer.ppo." or "", for the message.
     """
     if use_flask and expert_parallel > 1:
         raise ConfigError(
@@ -183,7 +181,7 @@ def check_shared_queue(section: str, use_flask: bool | None, expert_parallel: in
 
 
 def check_generation(v: Values, model: str = "") -> None:
-    """Check `length_params` in the section `model`: "model.ppo.", "model.rs." or ""."""
+    """`length_params` in the section `model`: "model.ppo.", "model.rs." or ""."""
     longest = v.get(model + "length_params.max_length")
     context = v.get("model.encoder_seq_length")
     if longest and context and longest >= context:
@@ -209,7 +207,6 @@ def check_responses_differ(v: Values, model: str, responses: int, key: str | Non
 
 
 def check_compares_responses(name: str, key: str, responses: int) -> None:
-    """Raise `ConfigError` unless there are several `responses` (`key`) to compare."""
     if responses < 2:
         raise ConfigError(
             f"{name} compares the responses to a prompt, but {key}={responses}; raise it."

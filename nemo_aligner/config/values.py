@@ -13,13 +13,12 @@ from nemo_aligner.core.errors import ConfigError
 
 
 def plain_dict(cfg: DictConfig, resolve: bool = False) -> dict[str, Any]:
-    """`cfg` as nested dicts and lists, with its references as they are or resolved."""
     tree: Any = OmegaConf.to_container(cfg, resolve=resolve)
     return tree
 
 
 def laid_over(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """`over` over `base`, also where one has keys and the other a list: `over` wins."""
+    """Also where one has keys and the other a list."""
     result = dict(base)
     for key, value in over.items():
         if isinstance(value, Mapping) and isinstance(base.get(key), Mapping):
@@ -30,7 +29,6 @@ def laid_over(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any
 
 
 def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted keys and values of a nested dict."""
     for key, value in tree.items():
         if isinstance(value, Mapping) and value:
             yield from leaves(value, f"{prefix}{key}.")
@@ -39,7 +37,7 @@ def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def resolved(cfg: DictConfig | dict) -> dict[str, Any]:
-    """Plain nested dict with resolved references; `ConfigError`: one that cannot be resolved."""
+    """`ConfigError`: a reference cannot be resolved."""
     if not isinstance(cfg, DictConfig):
         return cfg
     cfg = cfg.copy()
@@ -55,12 +53,12 @@ def resolved(cfg: DictConfig | dict) -> dict[str, Any]:
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Whether `value` is a finite number that is not a bool."""
+    """Finite, and not a bool."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 class Values:
-    """Read access to a resolved tree by dotted key; a missing section reads as not set."""
+    """Of a resolved tree, by dotted key; a missing section reads as not set."""
 
     def __init__(self, tree: Mapping):
         self.tree = tree
@@ -77,7 +75,7 @@ class Values:
         return node, True
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The value at `key`; `default` where it is absent or null."""
+        """Where the value at `key` is absent or null, `default`."""
         value = self._find(key)[0]
         return default if value is None else value
 
@@ -86,15 +84,14 @@ class Values:
         return self._find(key) == (None, True)
 
     def has(self, key: str) -> bool:
-        """Whether the key has a value other than null."""
+        """Not null."""
         return self.get(key) is not None
 
     def error(self, key: str, text: str) -> ConfigError:
-        """The error that says `text` of the value at `key`."""
         return ConfigError(f"{key}={self.get(key)} {text}")
 
     def whole(self, key: str, minimum: int | None = None) -> int | None:
-        """The whole number at `key`, None where it is not set; `ConfigError`: none, or too low."""
+        """None where it is not set; `ConfigError`: no whole number, or too low."""
         value = self.get(key)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
             raise ConfigError(f"{key}={value!r} must be a whole number.")
@@ -124,13 +121,12 @@ class Values:
             raise ConfigError(f"{key}={value} must be {' and '.join(bounds)}.")
 
     def choice(self, key: str, choices: tuple) -> None:
-        """Raise `ConfigError` unless the value, where set, is one of `choices`."""
         value = self.get(key)
         if value is not None and value not in choices:
             raise ConfigError(f"{key}={value!r} must be one of {', '.join(map(str, choices))}.")
 
     def same(self, key: str, other: str) -> None:
-        """Raise `ConfigError` if the two keys have different values; `other` is the one to set."""
+        """`other` is the one to set."""
         a, b = self.get(key), self.get(other)
         if a is not None and b is not None and a != b:
             raise ConfigError(
@@ -138,14 +134,14 @@ class Values:
             )
 
     def at_most(self, key: str, other: str) -> None:
-        """Raise `ConfigError` if the number at `key` is above a set one, not 0, at `other`."""
+        """A number that is not set, or an `other` of 0, is not checked."""
         low, high = self.get(key), self.get(other)
         if low is not None and high and low > high:
             raise ConfigError(f"{key}={low} is above {other}={high}; lower it.")
 
     def multiple(self, whole: str, *parts: str, times: Mapping[str, int]) -> None:
-        """Raise `ConfigError` unless the size at key `whole` is a multiple of the product of those
-        at `parts` and of the sizes in `times`; no check if one of the keys is not set.
+        """Refuse a size at key `whole` that is no multiple of the product of those at `parts` and
+        in `times`; no check if one of the keys is not set.
         """
         total = self.whole(whole, minimum=1)
         factors = {part: self.whole(part, minimum=1) for part in parts}
@@ -157,8 +153,8 @@ class Values:
 def require_multiple(
     name: str, value: int, factors: Mapping[str, int], remedy: str | None = None
 ) -> None:
-    """Raise `ConfigError` unless `value` is a positive multiple of the product of `factors`
-    (name -> size). `remedy`: what to do; None: use one of the nearest multiples.
+    """Refuse `value` unless it is a positive multiple of the product of `factors` (name -> size).
+    `remedy`: what to do; None: use one of the nearest multiples.
     """
     product = math.prod(factors.values())
     if value > 0 and value % product == 0:

@@ -176,8 +176,8 @@ class Records(Sequence):
         return f"{source.path}, {source.unit} {row}"
 
     def first_rows(self) -> Iterator[tuple[Path, Record, set[str]]]:
-        """Of each entry with a record the path, the record, and the columns that nothing reads
-        yet.
+        """Of each entry with a record the path, the record, and the columns that
+        `columns` does not read.
         """
         for path, first, count in zip(self.paths, self.first_of_file, self.counts, strict=True):
             if count:
