@@ -236,8 +236,8 @@ class Alarms:
     def check_replicas(
         self, model: SupervisedInterface, step: int, timer: ScopedTimer | None = None
     ) -> None:
-        """Compare the replicas' weights every `replica_check_interval` steps: `ReplicaError` on
-        every rank; all call it. `timer` gets the time as `replica_check`.
+        """Every `replica_check_interval` steps, compare the weights of the replicas:
+        `ReplicaError` on every rank; all call it. `timer` gets the time as `replica_check`.
         """
         if not self.replica_check_interval or step % self.replica_check_interval:
             return
@@ -316,8 +316,8 @@ def check_policy_equals_reference(
 
 
 def check_rewards(rollout: Rollout, scores: Scores, tokenizer: Tokenizer) -> None:
-    """Raise `NonFiniteError`, with index and prompt, for a reward that is not finite. The rollout
-    is that of all ranks, so all raise together.
+    """Raise `NonFiniteError`, with dataset index and prompt, for a reward that is NaN or infinite.
+    The rollout is that of all ranks, so all raise together.
     """
     parts = {f"rewards_{name}": part for name, part in sorted(scores.parts.items())}
     for name, rewards in ({"rewards": scores.rewards} | parts).items():
@@ -336,7 +336,7 @@ def check_rewards(rollout: Rollout, scores: Scores, tokenizer: Tokenizer) -> Non
 
 
 def _largest_over_dp(tensor: Tensor) -> float:
-    """0 if the tensor, without NaN, is empty on all ranks."""
+    """Largest value over all DP ranks of a tensor without NaN; 0 if it is empty everywhere."""
     largest = tensor.max().item() if tensor.numel() else 0.0
     group = parallel_state.get_data_parallel_group()
     return all_reduce_dict(

@@ -170,8 +170,8 @@ class CriticServerTrainer:
         self._written = self.step, self.actor_step
 
     def keep_first_weights(self) -> None:
-        """Save a new job's weights as those of actor step 0, where the actor starts again after an
-        early death. Every rank calls it before `run_server`.
+        """Save the weights of a new job as those of actor step 0, where the actor starts again
+        after an early death. Every rank calls it before `run_server`.
         """
         if self.step == 0 and not self.ckpt_callback.saved_at("actor_step"):
             self.save(actor_step=0)
@@ -256,7 +256,7 @@ class CriticServerTrainer:
     def _put_together(
         self, request_id: str | None, piece: Array | None, arrays: Arrays
     ) -> Arrays | None:
-        """None while pieces of the request are still to come."""
+        """Return the arrays of a whole request, None while pieces of it are still to come."""
         if piece is None:
             self._pieces.drop()  # of a client that has given its request up
             return arrays
@@ -266,8 +266,8 @@ class CriticServerTrainer:
         return self._pieces.add(request_id, first, rows, arrays)
 
     def server_save(self, **inputs: Array) -> Arrays:
-        """Reply when the checkpoint is complete; if it is written in the background, other
-        requests are worked on before.
+        """Handle `critic_save`; the reply comes when the checkpoint is complete. If that is
+        written in the background, other requests are worked on before.
         """
         actor_step = inputs.get("actor_step", schema.UNKNOWN_STEP)
         reply = self._submit(ServerSignal.SAVE, {"actor_step": np.ravel(actor_step)})
@@ -312,8 +312,8 @@ class CriticServerTrainer:
 
     @contextlib.contextmanager
     def _prepared(self, prepare: Callable[[], None], finish: Callable[[], None]) -> Iterator[None]:
-        """Call `finish()` at the end; after an error `_recover` does, once all ranks have failed
-        alike.
+        """Call `prepare()` now and `finish()` at the end; after an error only `_recover` calls
+        `finish`, once all ranks are known to have failed alike.
         """
         prepare()
         self._finish = finish
@@ -333,7 +333,7 @@ class CriticServerTrainer:
     def _score_rows(
         self, tokens: Tensor, lengths: Tensor, _prompt_lengths: Tensor | None
     ) -> dict[str, Tensor]:
-        """Values [n, S] and, when combined, rewards [n, 1] of this rank's samples."""
+        """Return values [n, S] and, when combined, rewards [n, 1] of this rank's samples."""
         if not self.combine_rm_and_critic_server:
             return self._score_values(tokens, lengths)
         with self._scoring():
@@ -375,10 +375,10 @@ class CriticServerTrainer:
         prev_values: Array | None = None,
         mask: Array | None = None,
     ) -> Arrays:
-        """One optimizer step per `gbs` samples, in order; {"loss_mean": float32 [1]}, the mean
-        loss. Every rank calls it, rank 0 with `tokens` int64 [N, S] and `returns`, `prev_values`,
-        `mask` float32 [N, S-1], or with one dict of them. Rows that fill up the last global batch
-        have mask 0.
+        """Run one optimizer step per `gbs` samples, in order; {"loss_mean": float32 [1]} is the
+        mean of the losses. Every rank calls it, rank 0 with `tokens` int64 [N, S] and `returns`,
+        `prev_values`, `mask` float32 [N, S-1], or with one dict of them. Rows that fill up the
+        last global batch have mask 0, and no weight in the loss.
         """
         if isinstance(tokens, Mapping):
             return self.run_training(**tokens)
@@ -449,8 +449,8 @@ class CriticServerTrainer:
         save_top_only: bool = False,
         actor_step: int = schema.UNKNOWN_STEP,
     ) -> None:
-        """Write, or begin to write, a checkpoint that belongs to `actor_step`; every rank calls
-        it. `save_top_only` has no effect.
+        """Write a checkpoint that belongs to `actor_step`, or begin to write it in the background;
+        every rank calls it. `save_top_only` has no effect; it is there for old callers.
         """
         self._finish_save()
         self._last_save = None

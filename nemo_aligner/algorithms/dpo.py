@@ -13,8 +13,8 @@ from nemo_aligner.core.types import DirectPairBatch
 
 
 class DPOTrainer(SupervisedTrainer):
-    """Trains a policy on preference pairs; `cfg` is `trainer.dpo`. `collate_fn` makes a batch of
-    what the loaders yield; None: they do.
+    """Trains a policy on preference pairs; `cfg` is `trainer.dpo`, the others are those of
+    `SupervisedTrainer`. `collate_fn` makes a batch of what the loaders yield; None: they do.
     """
 
     JOB = ("gpt_dpo", "trainer.dpo")

@@ -21,8 +21,8 @@ from nemo_aligner.core.types import Scores
 
 
 class DrawnPrompts:
-    """The rounds of one step, of all ranks on every rank: `wanted` prompts of a rollout, with
-    `responses` to each; `seed` is of the step's choice among equals.
+    """The rounds of one step, of all data-parallel ranks on every rank: `wanted` prompts of a
+    rollout, with `responses` to each; `seed` is of the step's choice among equals.
     """
 
     def __init__(self, wanted: int, responses: int, seed: tuple[int, int], eos_id: int):
@@ -44,9 +44,9 @@ class DrawnPrompts:
 
     @property
     def places(self) -> list[int]:
-        """Places among the drawn of the prompts to train on, in the order of the data set: first
-        those with a signal, then earlier rounds. A prompt that comes back in a later round does
-        not count again: it would get the same responses.
+        """Places among the drawn of the prompts to train on, in the order of the data set: those
+        with a signal first, of them those of earlier rounds, of one round any. A prompt that
+        comes back in a later round does not count again: it would get the same responses.
         """
         idx = np.array(self.idx)
         chance = sample_seeds(*self.seed, torch.tensor(self.idx)).numpy()

@@ -24,8 +24,8 @@ class OnPolicyDistillationTrainer(SupervisedTrainer):
     """Trains a student on what a served `teacher` says of responses; every rank has one.
 
     Whether an update is on-policy is drawn with probability `fraction` (lambda in the paper) from
-    `model.seed` and the step alone, so a resumed job goes on with the same. `cfg` is
-    `trainer.knowledge_distillation`; the others are those of `SupervisedTrainer`.
+    `model.seed` and the step alone, so that a resumed job goes on with the same. The others are
+    those of `SupervisedTrainer`, `cfg` is `trainer.knowledge_distillation`.
     """
 
     JOB = ("gpt_knowledge_distillation", "trainer.knowledge_distillation")

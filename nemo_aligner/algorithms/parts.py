@@ -112,9 +112,9 @@ def log_probs(compute: Callable[..., Tensor], tokens: Tensor, lengths: Tensor) -
 
 
 def complete_outputs(logger: Any, callback: Any) -> tuple[Logger, Any]:
-    """What every trainer writes with. Enough are a logger without `log_samples`, and a writer with
-    `custom_save(monitor_candidates, is_train_end)` alone, whose checkpoints are complete when that
-    returns, and not known afterwards.
+    """What every trainer writes with. Enough are a logger without `log_samples`, and a
+    `CheckpointWriter` with `custom_save(monitor_candidates, is_train_end)` alone, whose
+    checkpoints are complete when that returns, and are not known afterwards.
     """
     if not hasattr(logger, "log_samples"):
         logger = _Completed(logger, {"log_samples": _nothing})

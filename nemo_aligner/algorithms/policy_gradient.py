@@ -155,8 +155,8 @@ class PolicyGradientTrainer(RolloutTrainer):
 
     @abstractmethod
     def make_data(self, local: RolloutBatch) -> tuple[Any, dict[str, Any]]:
-        """What the updates consume of this rank's samples, with `mask` f32 `[B, S-1]`, and metrics
-        over all ranks, who all call it.
+        """What the updates consume, of this rank's samples, `mask` f32 `[B, S-1]` among it, and
+        metrics over all ranks, who all call it.
         """
 
     @property
@@ -202,7 +202,7 @@ class PolicyGradientTrainer(RolloutTrainer):
     def _redraw(
         self, collected: CollectedRollout, sampling_step: int
     ) -> tuple[PPORolloutBatch, Scores, PPORolloutBatch, dict[str, float]]:
-        """`(rollout, scores, all drawn, metrics)`."""
+        """Dynamic sampling, from a first round on: `(rollout, scores, all drawn, metrics)`."""
         drawn = DrawnPrompts(
             self.num_rollout_samples,
             self.num_rollouts_per_prompt,

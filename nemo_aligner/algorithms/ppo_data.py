@@ -107,7 +107,7 @@ class DataSettings:
         return "whiten_rewards=True" if self.whiten_rewards else None
 
     def harm_of_kl_estimator(self) -> str | None:
-        """For a warning; None for k1."""
+        """What is wrong with this KL in the reward, for a warning; None for k1."""
         name = name_kl_estimator(self.use_absolute_kl, self.kl_estimator)
         if name == "k1":
             return None
@@ -205,7 +205,7 @@ def make_ppo_data(
 
 def with_normalized_rewards(rollout_batch: RolloutBatch, moments: RunningMoments) -> RolloutBatch:
     """The samples with (reward - mean) / std by `moments`, to which those of all ranks are added
-    first; rewards of tokens are divided by std alone.
+    before. Rewards of tokens are divided by std alone.
     """
     counts = response_mask(rollout_batch).any(1)
     gathered = PPORolloutBatch(

@@ -47,8 +47,8 @@ TOGETHER = 16
 
 
 class ShardWriter:
-    """Writes one shard to a folder that exists; items come in their order. An `OSError` says what
-    cannot be written.
+    """Writes one shard, of this number, to a folder that exists; items come in their order. An
+    `OSError` says what cannot be written.
     """
 
     def __init__(self, folder: Path, shard: int) -> None:
@@ -75,7 +75,7 @@ class ShardWriter:
 
 
 def checksum(item: Mapping[str, Tensor]) -> int:
-    """Of all whole numbers and masks `[S]` of an item."""
+    """Of the tokens and masks of an item: of all its whole numbers and masks `[S]`."""
     found = 0
     for name, tensor in sorted(item.items()):
         if tensor.dim() == 1 and (name.endswith("mask") or not tensor.is_floating_point()):
@@ -152,7 +152,7 @@ def with_reference_log_probs(
 
 
 def _key(model: ReferencePolicyMixin, dataset: Any, checkpoint: Path) -> str:
-    """All that the log-probs depend on but the split; what rank 0 finds counts."""
+    """A hash of all that the log-probs depend on but the split; what rank 0 finds counts."""
     weights, lines, how = model.checksum_of_base(), dataset.lines, dataset.encoder.depends_on()
     network = {name: str(OmegaConf.select(model.cfg, name)) for name in ARCHITECTURE_KEYS}
     return on_rank_zero(
@@ -169,7 +169,7 @@ def _key(model: ReferencePolicyMixin, dataset: Any, checkpoint: Path) -> str:
 
 
 def _is_free(name: str) -> bool:
-    """It says nothing about the log-probs (of the tokenizer, its fingerprint does)."""
+    """Whether a key says nothing about the log-probs (of the tokenizer, its fingerprint does)."""
     return name.startswith("tokenizer.") or name.endswith(("parallel_size", "_dropout"))
 
 
@@ -179,7 +179,7 @@ def _fingerprint_of_checkpoint(path: Path) -> str:
 
 
 def _is_whole(folder: Path) -> bool:
-    """A damaged folder is removed."""
+    """Whether a folder has the files that were written to it; a damaged one is removed."""
     there, sealed = on_rank_zero(lambda: (folder.is_dir(), (folder / MANIFEST).is_file()))
     if not there:
         return False

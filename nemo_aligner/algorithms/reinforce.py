@@ -76,8 +76,8 @@ class ReinforceTrainer(PolicyGradientTrainer):
         ckpt_callback: CheckpointWriter,
         run_timer: RunTimer,
     ):
-        """As the base class; `ConfigError`: values of `trainer.reinforce` and `model.reinforce`
-        that cannot work together.
+        """As the base class; the number of responses to a prompt stands in `cfg`. `ConfigError`:
+        values of `trainer.reinforce` and `model.reinforce` that cannot work together.
         """
         cfg = complete(cfg, "gpt_reinforce_actor", "trainer.reinforce")
         check_compares_responses("REINFORCE", RESPONSES_KEY, cfg.num_rollouts_per_prompt)

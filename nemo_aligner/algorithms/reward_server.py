@@ -108,12 +108,12 @@ class RewardModelServer:
         self.run_server()
 
     def infer(self, **inputs: Array) -> Arrays:
-        """Score a request of `reward_model_endpoint`: {"rewards": float32 [N, 1] or [N, A]}, with
-        `per_token` also "token_rewards" float32 [N, S]. `UserError`, on rank 0: names the tensor
-        that does not fit.
+        """Score a request, the tensors of `reward_model_endpoint`: {"rewards": float32 [N, 1] or
+        [N, A]}, with `per_token` also "token_rewards" float32 [N, S]. `UserError`, on rank 0:
+        names the tensor that does not fit.
 
-        It is a running server's handler. Without one every rank calls it, rank 0 with the inputs;
-        rank 0 gets the rewards, the others an empty dict.
+        In a running server it is the endpoint's handler. Without one every rank calls it, rank 0
+        with the inputs; rank 0 gets the rewards, the others an empty dict.
         """
         if self._loop is None:
             return self._scorer.run(inputs)
@@ -179,6 +179,6 @@ class TeacherServer(RewardModelServer):
 
 
 def no_sentences(sentences: list[str]) -> tuple[Any, Any]:
-    """A teacher is asked about tokens, so raise `RequestError`."""
+    """In place of a tokenizer: a teacher is asked about tokens, so raise `RequestError`."""
     came = f"{len(sentences)} 'sentences' came, but a teacher gives logits of tokens"
     raise RequestError(f"{came}: send 'tokens' and 'sequence_lengths'.")

@@ -72,9 +72,9 @@ VALIDATION_STEP = -(2**31)
 def updates_of_rollouts(
     kind: str, settings: DictConfig, model_cfg: DictConfig, steps_per_epoch: int
 ) -> int:
-    """Updates of the job `kind` ("ppo", "rs" or "reinforce"), the horizon of the learning-rate
-    schedule; those that `target_kl` skips count. `settings`: `trainer.<kind>`, complete;
-    `model_cfg`: `model`.
+    """Updates of the job `kind` ("ppo", "rs" or "reinforce"): the horizon of the learning-rate
+    schedule. Updates that `target_kl` skips are counted, so the schedule then does not come to its
+    end. `settings` are `trainer.<kind>`, complete, and `model_cfg` the section `model`.
     """
     rollout = model_cfg[kind]
     if kind == "rs":
@@ -150,7 +150,7 @@ class RolloutTrainer(TrainingLoop):
 
     def check_sizes(self, sampler: PromptSampler, samples_per_step: int, name: str) -> None:
         """Raise `ConfigError` for sizes that cannot work together, and epochs that the sampler
-        cannot make. `samples_per_step`, called `name` by the user, are trained on in a step.
+        cannot make. `samples_per_step` are trained on in a step; the user calls them `name`.
         """
         gbs, dp_size = self.cfg.model_gbs, parallel_state.get_data_parallel_world_size()
         if gbs % dp_size:
@@ -204,12 +204,12 @@ class RolloutTrainer(TrainingLoop):
         """Roll out with the current policy: `(data, metrics, timings)`; all ranks call it.
 
         `data` of this rank is what `learn` takes; the metrics are of all ranks, with `table`, some
-        samples; the timings are seconds of the slowest rank.
+        samples; the timings are seconds of the phases, of the slowest rank.
         """
 
     @abstractmethod
     def learn(self, data: Any, rollout_metrics: dict[str, Any]) -> dict[str, Any]:
-        """Learn from the data of a rollout; returns the metrics of training."""
+        """What the algorithm does with the data of a rollout; returns the metrics of training."""
 
     def run_training(
         self, dataloader_iter: Iterable[dict[str, Tensor]]

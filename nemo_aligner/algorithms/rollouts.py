@@ -123,8 +123,8 @@ def _common_layout(
 def deal(
     num_samples: int, rank: int, split_size: int, global_batch_size: int | None = None
 ) -> Tensor:
-    """Places in a shuffled rollout, int64 `[num_samples / split_size]`, of one of `split_size`
-    ranks.
+    """Places in a shuffled rollout, int64 `[num_samples / split_size]`, that belong to one of
+    `split_size` ranks.
 
     With `global_batch_size` G, places k*G .. (k+1)*G-1 are global batch k whatever `split_size`
     is; a rank gets a consecutive share of each. 8 samples, G = 4, 2 ranks: rank 0 gets 0 1 4 5,
@@ -189,7 +189,7 @@ def compute_num_rollout_microbatches(dataloader: PromptLoader) -> int:
 
 
 def with_indices(batches: Iterable[InferenceBatch], first: int) -> Iterator[InferenceBatch]:
-    """The batches with `idx`; where it lacks, each prompt's place in the data, counted from
+    """The batches with `idx`: without, each prompt's place in the data in its stead, counted from
     `first` as a sampler in order deals them to the ranks.
     """
     rank, dp_size = _rank_and_size()
@@ -205,13 +205,13 @@ def with_indices(batches: Iterable[InferenceBatch], first: int) -> Iterator[Infe
 def repeat_prompts(
     batches: Iterable[InferenceBatch], num_responses: int, seed: int, step: int
 ) -> Iterator[InferenceBatch]:
-    """Each prompt `num_responses` times in a row, in batches of the same sizes, so that its
-    responses share the pass over it. The batches carry `idx`, int64 `[b]`.
+    """Each prompt `num_responses` times in a row, in batches of the same sizes: responses to one
+    prompt are generated together and share the pass over it. The batches carry `idx`, int64 `[b]`.
 
     Yields:
         The batch with `sample_seeds` int64 `[b]`, which depend on (seed, step, index, number of
-            the response) alone, so that asking for more responses leaves the first ones as they
-            were; and `sample_key` int64 `[b]`, unique and in the order of index and response.
+        the response) alone, so that asking for more responses leaves the first ones what they
+        were; and `sample_key` int64 `[b]`, unique and in the order of index and response.
     """
     for batch in batches:
         prompts = cast(dict[str, Tensor], batch)
@@ -305,7 +305,7 @@ def response_mask(rollout: Rollout) -> Tensor:
 
 
 def generated_tokens(rollout: Rollout) -> Tensor:
-    """int64 `[B]`, of each sample the tokens that the policy has generated."""
+    """How many tokens of each sample the policy has generated, int64 `[B]`."""
     tokens = rollout["response_lengths"] - rollout["prompt_lengths"]
     return tokens - rollout["observed"].sum(1) if "observed" in rollout else tokens
 

@@ -156,8 +156,8 @@ class RSTrainer(RolloutTrainer):
         }
 
     def compute_global_rollout_metrics(self, rollout_batches: Sequence[Any]) -> dict[str, Any]:
-        """Means over the samples of all ranks, with `table`, a sample, as in NeMo-Aligner; all
-        ranks call it with their own batches, each a `Rollout` with `rewards` f32 `[b]`.
+        """Means over the samples of all ranks, with `table`, a sample, as NeMo-Aligner computes
+        them; all ranks call it with their own batches, each a `Rollout` with `rewards` f32 `[b]`.
         """
         table = first_sample(rollout_batches[0], self.model.tokenizer) if rollout_batches else {}
         sums = torch.zeros(4, dtype=torch.float64, device=get_device())

@@ -114,8 +114,8 @@ class SPINTrainer(SupervisedTrainer):
 
     def _prompts(self, batch: SelfPlayPrompts, step: int) -> dict[str, Tensor]:
         """A batch whose samples fit into the model, with `sample_seeds` int64 `[B]`, and
-        `loss_multiplier` float32 `[B]`: 0 where nothing of the data's response is left but a
-        token.
+        `loss_multiplier` float32 `[B]`: 0 where nothing of the response of the data is left, in
+        whose place the last token stands for it.
         """
         longest = int(self.model.cfg.encoder_seq_length)
         lengths = batch["combined_lengths"].clamp(max=longest)

@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training on labelled data: supervised fine-tuning and reward models.
 
-`TrainingLoop.fit` is the loop; the model knows the loss (`SupervisedInterface`). A step is an
-optimizer update on one global batch. The training loss and a validation at step k belong to the
-weights after k updates.
+`TrainingLoop.fit` is the loop; the model knows the loss (`SupervisedInterface`). One step is
+one optimizer update on one global batch. Metrics at step k describe the weights after k updates,
+so the training loss at k and a validation at k belong to the same weights.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class SupervisedTrainer(TrainingLoop):
 
     @property
     def batches_left(self) -> int:
-        """Whole global batches of the present pass over the data."""
+        """Whole global batches that are left in the present pass over the data."""
         return (self.sampler.total_samples - self.used) // self.global_batch_size
 
     @property
@@ -161,7 +161,7 @@ class SupervisedTrainer(TrainingLoop):
         return metrics | in_short(speeds)
 
     def training_batches(self) -> Iterator[Any]:
-        """Without an end; each is drawn after the step before it."""
+        """What the steps train on, without an end; each is drawn after the step before it."""
         return endless_batches(self.train_dataloader, self)
 
     @property
@@ -237,13 +237,13 @@ class SupervisedTrainer(TrainingLoop):
         return loss, metrics
 
     def run_validation_one_dataset(self, key: str) -> tuple[float, dict[str, float]]:
-        """(loss, metrics) of the set `key`, logged; all ranks call it."""
+        """Validate on the set `key` and log it: (loss, metrics); all ranks call it."""
         self._score(key, self.val_dataloaders[key], self.limit_val_batches)
         metrics = self.held_out[key][0]
         return metrics["loss"], metrics
 
     def run_generation(self, batch: Mapping[str, Tensor]) -> Any:
-        """Responses to `contexts` int64 `[b, P]` of `context_lengths` int64 `[b]`."""
+        """The model's responses to `contexts` int64 `[b, P]` of `context_lengths` int64 `[b]`."""
         generative: Any = self.model
         return generative.infer({"text": batch["contexts"], "length": batch["context_lengths"]})
 

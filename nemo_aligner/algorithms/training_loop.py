@@ -83,7 +83,7 @@ class TrainingLoop(ABC):
     @property
     @abstractmethod
     def limit_val_batches(self) -> int | float | None:
-        """0: there is no validation."""
+        """How many batches a validation has; 0: there is none."""
 
     def fit(self) -> None:
         """Train until the last step, or until the job is asked to end; all ranks call it.
@@ -151,11 +151,11 @@ class TrainingLoop(ABC):
 
     @abstractmethod
     def run_step(self) -> dict[str, Any]:
-        """Returns the metrics of the step, for the progress bar and to rank checkpoints by."""
+        """One step; returns its metrics, for the progress bar and to rank checkpoints by."""
 
     @abstractmethod
     def validate(self) -> dict[str, Any]:
-        """Returns the metrics that checkpoints are ranked by."""
+        """Validate and log; returns the metrics that checkpoints are ranked by."""
 
     def save(
         self, extra_candidates: dict[str, Any] | None = None, is_train_end: bool = False

@@ -1,10 +1,10 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Who may use a server: this machine's addresses, and the token that others need; and how a server
-proves to its clients that it is the right one.
+"""Who may use a server: addresses of this machine alone, and the token that others need; and by
+what a server proves to its clients that it is the right one.
 
-A token comes from a file that only its user can read, or from the environment. It is never an
-argument: every user of a machine can read command lines.
+A token comes from a file that only its user can read, or from the environment, which other users
+cannot read either. It is never an argument: every user of a machine can read command lines.
 """
 
 import ipaddress
@@ -78,7 +78,7 @@ def server_token(host: str, token_file: str | None, setting: str) -> str | None:
 
 
 def server_tls(certificate: str | None, key: str | None) -> ssl.SSLContext | None:
-    """The context of a server that encrypts, with these two files; None without them."""
+    """Return the context of a server that encrypts, with these two files; None without them."""
     if certificate is None and key is None:
         return None
     files = f"server.tls_certificate={certificate} and server.tls_key={key}"
@@ -109,7 +109,7 @@ def _check_private(mode: int, source: str, path: str, secret: str) -> None:
 def client_tls(
     ca_file: str | None, setting: str, key: str = "tls_ca_file"
 ) -> ssl.SSLContext | None:
-    """The context of a client that trusts the certificates in `ca_file`; None: no TLS."""
+    """Return the context of a client that trusts the certificates in `ca_file`; None: no TLS."""
     if ca_file is None:
         return None
     try:
@@ -133,18 +133,18 @@ _SECRET = re.compile(  # words with `_` between them
 
 
 def shown_url(text: str) -> str:
-    """As a log or a page may have it: without user, password and query of URLs in it."""
+    """`text` as a log or a page may have it: without user, password and query of URLs in it."""
     return _QUERY_OF_URL.sub(r"\1***", _USER_OF_URL.sub("***@", text))
 
 
 def _is_secret(name: str) -> bool:
-    """Of this name, `SECTION.KEY` too (`hfToken`)."""
+    """Whether a key of this name, `SECTION.KEY` too, holds a secret (`hfToken`)."""
     parts = name.split(".")
     return any(_SECRET.fullmatch(_WORDS.sub("_", part).lower()) for part in parts)
 
 
 def shown_word(word: str) -> str:
-    """A word of a command line, `KEY=VALUE`, as `shown_config` has the value."""
+    """A word of a command line, `KEY=VALUE`, as `shown_config` has the value that Hydra reads."""
     key, sign, text = word.partition("=")
     if not sign:
         return shown_url(word)
@@ -190,7 +190,7 @@ def shown_config(tree: Any) -> Any:
 
 
 def is_loopback(host: str) -> bool:
-    """It is reached from this machine alone."""
+    """Whether `host`, a name or an address, is reached from this machine alone."""
     try:
         addresses = {str(entry[4][0]) for entry in socket.getaddrinfo(host or "0.0.0.0", None)}
     except (OSError, UnicodeError):

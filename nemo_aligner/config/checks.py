@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks of a user's configuration before anything expensive is built.
 
-A script calls `check_config(cfg, name)` at its start; `check_loaded` follows once the checkpoint's
-TP, PP and CP are known, and makes up for a missing first one. Nothing here imports PyTorch or NeMo
-before it is needed.
+A script calls `check_config(cfg, name)` at its start; `check_loaded` follows once it is known what
+the checkpoint says, for only then TP, PP and CP are known for sure, and makes up for the first
+where a script has none. Nothing here imports PyTorch or NeMo before it is needed.
 """
 
 import difflib
@@ -135,7 +135,7 @@ def check_loaded(
 
 
 def unknown_keys(tree: Mapping, config_name: str) -> list[str]:
-    """Each with the nearest known key; `tree` is a plain nested dict."""
+    """The unknown keys of `tree`, a plain nested dict, each with the nearest known key."""
     known = _known_prefixes(config_name)
     unknown = []
     for key in _walk(tree, config_name):
@@ -158,7 +158,7 @@ def _likely_key(key: str, config_name: str) -> str | None:
 
 
 def _place(key: str, config_name: str) -> str:
-    """With its place in the YAML file of the job, if it has one."""
+    """`key`, and where it stands in the YAML file of the job, if it does."""
     path = CONF.resolve() / f"{config_name}.yaml"
     node, line = yaml.compose(path.read_text(encoding="utf-8")), 0
     for name in key.split("."):
@@ -172,7 +172,7 @@ def _place(key: str, config_name: str) -> str:
 
 
 def check_keys(tree: Mapping, config_name: str) -> None:
-    """All in one message."""
+    """Refuse unknown keys of `tree`, a plain nested dict, all in one message."""
     unknown = unknown_keys(tree, config_name)
     if unknown:
         page = COMMAND_PAGES.get(config_name, "config")
@@ -184,8 +184,8 @@ def check_keys(tree: Mapping, config_name: str) -> None:
 
 def nearest_key(key: str, candidates: Iterable[str]) -> str | None:
     """The one of `candidates`, or of the sections that they are in, that `key` was probably meant
-    to be: the same name elsewhere, else a sibling of similar name, else a similar name elsewhere,
-    or one of `COMMON_NAMES`. None where nothing is near.
+    to be: the same name elsewhere, else a sibling of similar name, else a similar name elsewhere.
+    A name may also be one of `COMMON_NAMES`. None where nothing is near.
     """
     parent, _, leaf = key.rpartition(".")
 

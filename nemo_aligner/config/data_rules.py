@@ -35,7 +35,7 @@ def check_data_impl(name: str) -> None:
 
 
 def check_parts(files: Mapping) -> None:
-    """It needs training data and known parts."""
+    """Raise `ConfigError` unless `model.data.data_prefix` has training data and known parts."""
     known = all(key in PARTS or key.startswith("validation") for key in files)
     if not known or not files.get("train"):
         raise ConfigError(
@@ -62,7 +62,7 @@ def plain_columns(columns: Any, key: str = "model.data.columns") -> dict[str, st
 
 
 def line_ends(text: str) -> str:
-    """A line end is written as \\n on a command line."""
+    """A text of the configuration; a line end is written as \\n on a command line."""
     return text.replace("\\n", "\n")
 
 
@@ -96,7 +96,7 @@ def check_labels_can_be_read(data_impl: str) -> None:
 
 
 def check_prompts_can_be_read(data_impl: str) -> None:
-    """Files of some forms do not say where a response begins."""
+    """Raise `ConfigError` if files of this form do not say where a response begins."""
     if holds_tokens(data_impl):
         raise ConfigError(
             f"model.data.data_impl={data_impl} holds tokens only, but DPO and KTO need to know "
@@ -107,8 +107,8 @@ def check_prompts_can_be_read(data_impl: str) -> None:
 
 
 def asked_form(data: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The form of conversations that the section `model.data` asks for, as a checkpoint keeps it
-    (the keys; empty: the tokenizer's own template); None: it asks for none.
+    """The form of conversations that the section `model.data` asks for, as a checkpoint keeps it:
+    the keys of that section; none of them: the tokenizer's own template. None: it asks for none.
     """
     template = data.get("chat_template")
     if data.get("chat"):
@@ -163,7 +163,7 @@ def check_chat(data: Mapping[str, Any]) -> None:
 
 
 def check_sft_data(values: Values, dp: dict[str, int], with_sizes: tuple[str, ...]) -> None:
-    """Of jobs that read the sections of `model.data`; those `with_sizes` have batch sizes."""
+    """Check `model.data` of jobs that read its sections; those `with_sizes` have batch sizes."""
     check_chat(values.get("model.data", {}))
     for split in ("train_ds", "validation_ds"):
         name = f"model.data.{split}"

@@ -35,14 +35,14 @@ from nemo_aligner.core.estimators import ADVANTAGE_ESTIMATORS
 
 
 def register_resolvers() -> None:
-    """What the YAML files compute with; may be called any number of times."""
+    """Register what the YAML files compute with; may be called any number of times."""
     resolvers = {"multiply": operator.mul, "int_div": operator.floordiv, "subtract": operator.sub}
     for name, function in (resolvers | {"critic_gives_rewards": _critic_gives_rewards}).items():
         OmegaConf.register_new_resolver(name, function, replace=True)
 
 
 def _critic_gives_rewards(estimator: str, *others: Any) -> bool:
-    """There is a critic, and none of the `others` gives the rewards."""
+    """Whether there is a critic, and none of the `others` gives the rewards."""
     kind = ADVANTAGE_ESTIMATORS.get(estimator)
     return (kind is None or kind.needs_critic) and all(other is None for other in others)
 
@@ -64,8 +64,8 @@ OFF_WHEN_NULL = (
 
 
 class _Trees(dict):
-    """The group `all_keys` of Hydra's store, with the keys that the YAML files do not show (their
-    `defaults`): a job's are made when they are asked for.
+    """The group `all_keys` of Hydra's store, from which the YAML files take the keys that they do
+    not show (their `defaults`): a job's are made when they are asked for.
     """
 
     def __getitem__(self, file: str) -> ConfigNode:
@@ -82,7 +82,7 @@ ConfigStore.__deepcopy__ = lambda store, _: store
 
 def complete_config(cfg: DictConfig | dict, config_name: str) -> DictConfig:
     """Copy of a job's configuration in which each missing key has its default; references stay
-    references. A given optimizer stays as it is: a rate and its schedule belong together.
+    references. A given optimizer is left as it is: a rate and its schedule belong together.
     """
     result = _copy(cfg)
     defaults = JOBS[config_name].tree
@@ -123,8 +123,8 @@ def complete(cfg: DictConfig | dict | None, config_name: str | None, section: st
 
 
 def complete_model(cfg: DictConfig | dict, config_name: str | None = None) -> DictConfig:
-    """Copy of a `model` section with a value for each key that a model of the job `config_name`
-    reads; None: a model of any kind, outside a job. `data` and `overwrite_base_config` are not
+    """Copy of a `model` section in which each key that a model of the job `config_name` reads has
+    a value; None: a model of any kind, outside a job. `data` and `overwrite_base_config` are not
     added; `optim` is completed where it is given.
     """
     return complete(cfg, config_name, "model")
@@ -155,8 +155,8 @@ def differences(cfg: DictConfig, config_name: str) -> list[tuple[str, Any, Any, 
 
 
 def drop_unset(model_cfg: DictConfig) -> DictConfig:
-    """Without the keys whose null means "as in the checkpoint": those of the architecture, and the
-    longest sample (`encoder_seq_length`) of a job that does not train.
+    """Copy of `model_cfg` without the keys whose null means "as in the checkpoint": those of the
+    architecture, and the longest sample (`encoder_seq_length`) of a job that does not train.
     """
     tree = plain_dict(model_cfg)
     for key in (*ARCHITECTURE_KEYS, "encoder_seq_length"):
@@ -186,8 +186,8 @@ def _missing(
     prefix: str = "",
     path: str = "",
 ) -> dict[str, Any]:
-    """Dotted keys and defaults that `given`, at `path` of the section `prefix` (with a dot at its
-    end), lacks, also for a null that reads as the default by `is_default(key, default)`.
+    """Dotted keys and defaults that `given`, at `path` of the section `prefix`, lacks, also for a
+    null that reads as the default by `is_default(key, default)`. `prefix`: with a dot at its end.
     """
     missing: dict[str, Any] = {}
     for name, default in defaults.items():
@@ -207,7 +207,7 @@ def _add(result: DictConfig, missing: Mapping[str, Any]) -> DictConfig:
 
 
 def _resolve(result: DictConfig, references: list[str], tree: dict, section: str) -> None:
-    """Put values in the place of the added `references`."""
+    """Put values in the place of the added `references`, in `result`."""
     root = result._get_root()
     if root is not result:
         tree = laid_over(tree, plain_dict(root))
@@ -226,7 +226,7 @@ def _resolve(result: DictConfig, references: list[str], tree: dict, section: str
 
 
 def _copy(cfg: DictConfig | dict) -> DictConfig:
-    """With the parent of `cfg`."""
+    """Deep copy with the parent of `cfg`."""
     if isinstance(cfg, DictConfig):
         return copy.deepcopy(cfg)
     return OmegaConf.create(cfg, flags={"allow_objects": True})
@@ -239,14 +239,14 @@ def _fallback_keys() -> frozenset[str]:
 
 @functools.cache
 def _fallbacks(*sections: type) -> dict[str, Any]:
-    """Not to be changed."""
+    """The values of models with these sections that nobody gives; not to be changed."""
     keys = Configuration("", {"": sections}).keys
     return tree_of({name: key.fallback for name, key in keys.items()})
 
 
 @functools.cache
 def _section_tree(config_name: str | None) -> dict[str, Any]:
-    """Over the fallbacks of the model; not to be changed."""
+    """The defaults of a job's sections, over the fallbacks of the model; not to be changed."""
     tree = {} if config_name is None else copy.deepcopy(JOBS[config_name].tree)
     for key in ("precision", "optim"):  # a section alone does not take them from there
         tree.get("model", {}).pop(key, None)

@@ -1,7 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
 """Configuration keys as fields of classes: a key stands once, with its type, default, bounds and
-meaning. From there come defaults, checks, the known names, `nemo-aligner config` and
+meaning. From there come defaults, checks, the known names, `nemo-aligner config` and the tables of
 docs/config.md.
 
 `Configuration` says where the sections of a job stand. The type of a field is `bool`, `int`,
@@ -124,7 +124,7 @@ def section() -> Any:
 
 @functools.cache
 def fields_of(section_class: type) -> dict[str, dict[str, Any]]:
-    """Name -> what `key` was given; those of the bases first."""
+    """The fields of a section, those of its bases first: name -> what `key` was given."""
     found: dict[str, dict[str, Any]] = {}
     for each in reversed(section_class.__mro__):
         own = (name for name in vars(each).get("__annotations__", {}) if name in vars(each))
@@ -188,7 +188,7 @@ class Configuration:
 
     @functools.cached_property
     def section_classes(self) -> dict[str, type]:
-        """By their dotted names, also those that are in others."""
+        """The sections by their dotted names, also those that are in others."""
         return {own: kind for name, each in self._classes for own, kind in _sections(each, name)}
 
     @functools.cached_property
@@ -204,12 +204,12 @@ class Configuration:
 
     @functools.cached_property
     def tree(self) -> dict[str, Any]:
-        """Not to be changed."""
+        """The defaults as nested dicts; not to be changed."""
         return tree_of({name: key.default for name, key in self.keys.items()})
 
 
 def tree_of(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Without `ABSENT` ones."""
+    """Dotted keys and their values as nested dicts, without `ABSENT` ones."""
     tree: dict[str, Any] = {}
     for name, value in values.items():
         if value is not ABSENT:
@@ -240,7 +240,7 @@ def meanings(section_class: type) -> dict[tuple[str, ...], str]:
 
 
 def meaning_of(section_class: type, field: str) -> str | None:
-    """As its section says, or one that it is made from."""
+    """What a field means: as its section says, or one that it is made from."""
     for each in section_class.__mro__:
         for names, text in meanings(each).items():
             if field in names:

@@ -1,14 +1,14 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Keys, values and forms of NeMo and NeMo-Aligner that do not act, mean something else, or are
-refused.
+"""Keys, values and forms of NeMo and NeMo-Aligner that no longer act, that mean something else, or
+that are refused.
 
 * `INERT[name]`: dotted key -> `Inert(reason, neutral)`. Accepted without effect; a value that is
   not neutral is worth a warning. An inert key covers everything below it.
-* `INERT_ARCHITECTURE`, `INERT_EXPERIMENT`: those that speak of the network, or that NeMo's
-  `exp_manager` would act on.
-* `ONLY`: dotted key -> (accepted values, remedy). Any other value would change the mathematics if
-  it were ignored.
+* `INERT_ARCHITECTURE`: those of them that speak of the network.
+* `INERT_EXPERIMENT`: those of them that NeMo's `exp_manager` would act on.
+* `ONLY`: dotted key -> (accepted values, remedy). Any other value would change the mathematics
+  if it were ignored.
 * `OLD_FORMS`: values and combinations of keys, each accepted with a warning.
 * `LATER`: what NeMo-Aligner has and this package refuses so far.
 """
@@ -301,7 +301,7 @@ def known_model_keys() -> frozenset[str]:
 
 
 def has_no_effect(name: str) -> bool:
-    """In any job."""
+    """Whether `model.<name>` is a key without effect, in any job."""
     return any(f"model.{name}" in table for table in INERT.values())
 
 
@@ -359,7 +359,7 @@ class OldForm(NamedTuple):
 
 
 def _counts_elsewhere(name: str) -> Callable[[Values], bool]:
-    """It differs from the key of that name in the job's own section."""
+    """Whether `trainer.<name>` differs from the key of that name in the job's own section."""
 
     def differs(v: Values) -> bool:
         own = (v.get(f"trainer.{job.algo}.{name}") for job in JOBS.values() if job.algo)
@@ -457,7 +457,7 @@ LATER = dict.fromkeys(
 
 
 def old_form_notes(values: Values, config_name: str) -> list[str]:
-    """One line for each that a job's configuration holds."""
+    """One line for each of `OLD_FORMS` that a job's configuration holds."""
     return [
         f"{old.form}: {old.happens}"
         for old in OLD_FORMS

@@ -47,7 +47,7 @@ class JudgeSpec(RewardServersSpec):
         return fields
 
     def score_in(self, reply: str) -> float | None:
-        """None: there is none within the bounds."""
+        """The score; None: there is none within the bounds."""
         if isinstance(self.score, str):
             found = [*_values_at(self.score, reply)]
         else:
@@ -74,7 +74,7 @@ def _values_at(path: str, reply: str) -> Iterator[Any]:
 
 
 def text_of(given: str) -> str:
-    """Of the file `given`; `given` itself where there is no such file."""
+    """The text of the file `given`; `given` itself where there is no such file."""
     return Path(given).read_text(encoding="utf-8") if os.path.isfile(given) else given
 
 

@@ -5,7 +5,7 @@
 `model.mcore_customization_config` holds fields of its `TransformerConfig` (NeMo's key), and
 `model.optim.mcore_customization_config` those of its `DistributedDataParallelConfig` and
 `OptimizerConfig`. A field that would break a promise of this library is refused with it; the
-others are passed on, also those of later releases.
+others are passed on as they are, also those of later releases.
 """
 
 import contextlib

@@ -102,7 +102,7 @@ def check_optim(optim: Mapping[str, Any]) -> None:
 
 
 def unread_keys(sched: Mapping[str, Any]) -> list[str]:
-    """Keys of other schedules that `sched` sets."""
+    """Keys of other schedules that `sched` sets and that its own does not read."""
     read = SCHEDULES[sched["name"]].keys
     return [key for key in SCHEDULE_KEYS if key not in read and sched.get(key)]
 

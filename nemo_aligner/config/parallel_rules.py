@@ -69,8 +69,8 @@ def count_ranks(
     visible_devices: int = 0,
     env: Mapping[str, str] | None = None,
 ) -> int:
-    """World size: what the launcher says (torchrun and Lightning's children set RANK and
-    WORLD_SIZE), else `count_devices` x `num_nodes`.
+    """World size of the job: what the launcher says (torchrun and Lightning's children set RANK
+    and WORLD_SIZE), else those of `count_devices` x `num_nodes`.
     """
     env = os.environ if env is None else env
     if "RANK" in env and "WORLD_SIZE" in env:
@@ -108,7 +108,7 @@ def default_precision(accelerator: str = "auto") -> str | int:
 
 
 def dtype_name(precision: str | int) -> str:
-    """`ConfigError`: not one of `PRECISIONS`."""
+    """The value of `PRECISIONS`; of another precision `ConfigError`."""
     name = PRECISIONS.get(str(precision).lower())
     if name is None:
         raise ConfigError(
@@ -158,7 +158,7 @@ def parallel_factor(
 
 
 def check_expert_ranks(expert_parallel: int, dp: int, cp: int) -> None:
-    """It must divide the ranks of DP x CP."""
+    """Raise `ConfigError` unless `expert_parallel` divides the ranks of DP x CP."""
     if dp * cp % expert_parallel:
         raise ConfigError(
             f"model.expert_model_parallel_size={expert_parallel} does not divide the {dp * cp} "
@@ -239,7 +239,7 @@ def check_pipeline_stages(values: Mapping) -> None:
 
 
 def uneven_stages(v: Values) -> list[int]:
-    """Where some are given; `ConfigError` if it cannot be."""
+    """Layers of each pipeline stage where some are given; `ConfigError` if it cannot be."""
     layers, pp = v.size("model.num_layers"), v.size("model.pipeline_model_parallel_size")
     first, last = (v.whole(f"model.{key}", 1) for key in UNEVEN)
     given = {f"model.{key}": n for key, n in zip(UNEVEN, (first, last), strict=True) if n}
@@ -270,8 +270,8 @@ def _check_experts(v: Values, fixed: bool) -> None:
 
 
 def check_recomputation(v: Values, complete: bool) -> None:
-    """What has no effect is accepted, as in NeMo-Aligner; `inert_keys.py` has a warning.
-    `complete`: as in `rules.check_values`.
+    """Check `model.activations_checkpoint_*`; `complete` as in `rules.check_values`. What has no
+    effect is accepted, as in NeMo-Aligner; `inert_keys.py` has a warning.
     """
     granularity = v.get(RECOMPUTE + "granularity")
     for key, give in (("method", "uniform or block"), ("num_layers", "a number of layers")):

@@ -61,7 +61,7 @@ class LoRASettings:
 
     @classmethod
     def from_config(cls, tuning: Mapping[str, Any]) -> "LoRASettings":
-        """From a complete, checked section `model.peft.lora_tuning`."""
+        """Of a complete, checked section `model.peft.lora_tuning`."""
         given = {each.name: tuning[KEYS.get(each.name, each.name)] for each in fields(cls)}
         layers, alpha = given["layers"], given["alpha"]
         given |= {

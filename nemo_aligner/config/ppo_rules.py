@@ -69,7 +69,7 @@ def check_ppo_variants(v: Values) -> None:
 
 
 def _check_rewards_of_steps(v: Values, name: str) -> None:
-    """And the penalty on long responses; `name`: of the estimator."""
+    """Check rewards of steps and the penalty on long responses; `name`: of the estimator."""
     buffer, longest = v.get(PPO + "overlong_buffer_len"), v.get(MODEL + "length_params.max_length")
     of_steps = v.get(PPO + "process_rewards") == "steps"
     if of_steps and not name.endswith("=grpo"):
@@ -88,7 +88,7 @@ def _check_rewards_of_steps(v: Values, name: str) -> None:
 
 
 def _check_dynamic_sampling(v: Values, name: str, kind: estimators.AdvantageEstimator) -> None:
-    """Prompts with equal rewards must have no signal; `name`: of the estimator."""
+    """Check that prompts with equal rewards have no signal; `name`: of the estimator."""
     signal, coefficient = None, v.get(PPO + "teacher_kl_coef")
     if kind.compares_parts or not kind.compares_responses:
         signal = name
@@ -106,7 +106,7 @@ def _check_dynamic_sampling(v: Values, name: str, kind: estimators.AdvantageEsti
 
 
 def _check_policy_loss(v: Values, compares_responses: bool) -> None:
-    """It must fit the advantages, and read what is given."""
+    """Check that the policy loss fits the advantages, and reads what is given."""
     loss, own = v.get(MODEL + "policy_loss"), v.get(PPO + "loss")
     reduction = v.get(MODEL + "loss_reduction")
     if own is not None and loss != "clip":
@@ -138,7 +138,7 @@ def _check_policy_loss(v: Values, compares_responses: bool) -> None:
 
 
 def _check_corrections(v: Values) -> None:
-    """Their ranges, and that there is something to correct."""
+    """Check the ranges of the two corrections, and that there is something to correct."""
     correction, covariance = PPO + "sampler_correction.", PPO + "covariance."
     for name in (correction, covariance):
         if v.get(name + "low") >= v.get(name + "high"):

@@ -49,7 +49,7 @@ def check_remote(v: Values, remote: str) -> None:
 
 
 def _check_own_rewards(v: Values, kind: str, remote: str) -> None:
-    """And that nothing beside it gives rewards."""
+    """Check what gives the rewards in the job, and that nothing beside it does."""
     section, environment = f"trainer.{kind}", f"model.{kind}.environment"
     path, port = f"{environment}.path", f"{environment}.port"
     check_kind_of_rewards(v, section)
@@ -85,8 +85,8 @@ def _check_own_rewards(v: Values, kind: str, remote: str) -> None:
 
 
 def asked_reshard(settings: Any) -> Any:
-    """`generation.reshard` of the section `model.<algorithm>`. Where it is none, NeMo-Aligner's
-    `trt_llm.reshard`, with `trt_llm.enable`, reads as "auto".
+    """`generation.reshard` of `settings`, the section `model.<algorithm>`. Where it is none,
+    NeMo-Aligner's `trt_llm.reshard`, with `trt_llm.enable`, reads as "auto".
     """
     reshard, trt_llm = settings["generation"]["reshard"], settings.get("trt_llm") or {}
     if reshard == "none" and trt_llm.get("enable") and trt_llm.get("reshard"):
@@ -118,7 +118,7 @@ def check_reshard(v: Values, section: str, key: str, dp: dict[str, int]) -> None
 
 
 def _check_sizes(v: Values, section: str, key: str, dp: dict[str, int]) -> None:
-    """`generation.reshard={tp: ..., pp: ...}` against the model and its ranks."""
+    """Check `generation.reshard={tp: ..., pp: ...}` against the model and its ranks."""
     given, remedy = v.get(key), f"or set {key}=auto"
     shown = f"{key}={given}".replace("'", "")  # as a command writes it
     if set(given) != {"tp", "pp"}:
@@ -169,8 +169,8 @@ def _check_sizes(v: Values, section: str, key: str, dp: dict[str, int]) -> None:
 
 
 def check_shared_queue(section: str, use_flask: bool | None, expert_parallel: int) -> None:
-    """Ranks that hold each other's experts must not draw prompts from one queue; `section`:
-    "trainer.ppo." or "", for the message.
+    """Raise `ConfigError` if ranks that hold each other's experts would draw prompts from one
+    queue; `section`: "trainer.ppo." or "", for the message.
     """
     if use_flask and expert_parallel > 1:
         raise ConfigError(
@@ -181,7 +181,7 @@ def check_shared_queue(section: str, use_flask: bool | None, expert_parallel: in
 
 
 def check_generation(v: Values, model: str = "") -> None:
-    """`length_params` in the section `model`: "model.ppo.", "model.rs." or ""."""
+    """Check `length_params` in the section `model`: "model.ppo.", "model.rs." or ""."""
     longest = v.get(model + "length_params.max_length")
     context = v.get("model.encoder_seq_length")
     if longest and context and longest >= context:

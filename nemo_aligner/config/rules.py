@@ -37,7 +37,7 @@ RESTORE_KEYS = {  # key that names the weights a job starts from, if it is anoth
 
 
 def config_name_of(cfg: DictConfig) -> str | None:
-    """None if of none."""
+    """The job of `CONFIG_NAMES` that a whole configuration is for; None if of none."""
     if "rm_model_file" in cfg:
         return "inference_rm"
     trainer = cfg.get("trainer") or {}
@@ -46,7 +46,7 @@ def config_name_of(cfg: DictConfig) -> str | None:
 
 
 def job_of_model(model_cfg: DictConfig) -> str | None:
-    """Which job of `CONFIG_NAMES` it is the section `model` of; None if of none."""
+    """Which job of `CONFIG_NAMES` `model_cfg` is the section `model` of; None if of none."""
     job = model_cfg._get_root()
     is_section = isinstance(job, DictConfig) and job._get_node("model") is model_cfg
     return config_name_of(job) if is_section else None
@@ -157,7 +157,7 @@ def check_dynamic_micro_batches(values: Values) -> None:
 
 
 def check_keys_alone(values: Values, config_name: str) -> None:
-    """Whatever the other keys are."""
+    """Raise `ConfigError` where a key has a value that it cannot have, whatever the others are."""
     has_adapters = values.get("model.peft.peft_scheme") not in (None, "none")
     for key in JOBS[config_name].keys.values():
         is_unused = key.name.startswith("model.peft.lora_tuning.") and not has_adapters
@@ -166,7 +166,7 @@ def check_keys_alone(values: Values, config_name: str) -> None:
 
 
 def _check_start(values: Values, config_name: str) -> bool:
-    """Returns whether the weights that the job starts from are random."""
+    """Check the weights that the job starts from; returns whether they are random."""
     if config_name == "evaluate":  # it may have responses in place of a policy
         return False
     key, job = restore_key(config_name), JOBS[config_name]
@@ -215,7 +215,7 @@ def why_nothing_is_kept(values: Values, config_name: str) -> str | None:
 
 
 def _check_prefix_data(values: Values) -> None:
-    """Others may have it from a checkpoint."""
+    """What jobs that read `data_prefix` share; others may have it from a checkpoint."""
     values.at_most("model.data.seq_length", "model.encoder_seq_length")
     data_rules.plain_columns(values.get("model.data.columns"))
     data_impl, files = values.get("model.data.data_impl"), values.get("model.data.data_prefix")

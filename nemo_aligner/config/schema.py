@@ -78,7 +78,7 @@ def meaning(name: str, config_name: str) -> str | None:
 
 
 def scalar(value: Any) -> str:
-    """In one line."""
+    """`value` as YAML, in one line."""
     style = '"' if isinstance(value, str) and not value.isprintable() else None
     text = yaml.safe_dump(value, default_flow_style=True, default_style=style, width=10**6)
     return text.removesuffix("\n...\n").rstrip("\n")

@@ -48,7 +48,7 @@ def read_frontend(
 
 
 def check_kind_of_rewards(v: Values, section: str) -> None:
-    """Per response, step or token."""
+    """Check whether rewards are given per response, step or token."""
     per, step_end = v.get(f"{section}.rewards_per"), v.get(f"{section}.step_end")
     if (per == "step") != bool(step_end):
         raise ConfigError(
@@ -58,7 +58,7 @@ def check_kind_of_rewards(v: Values, section: str) -> None:
 
 
 def check_source_of_rewards(remote: Mapping) -> None:
-    """Refuse rewards from the critic server and from others too."""
+    """Raise `ConfigError` if rewards are to come from the critic server and from others too."""
     if remote["reward_models"] and remote["combine_rm_and_critic_server"]:
         raise ConfigError(
             "remote_critic_rm.combine_rm_and_critic_server=True has the critic server score "
@@ -223,7 +223,7 @@ def read_teacher(cfg: Mapping, setting: str = "remote_teacher") -> RewardModelSp
 
 
 def read_teachers(cfg: Mapping, setting: str = "remote_teacher") -> list[RewardModelSpec]:
-    """One, or several by their names with what differs."""
+    """The teachers of `cfg`: one, or several by their names with what differs."""
     teachers, column = cfg.get("teachers"), cfg.get("column")
     if (teachers is None) != (column is None):
         raise ConfigError(
@@ -246,7 +246,7 @@ def read_teachers(cfg: Mapping, setting: str = "remote_teacher") -> list[RewardM
 
 
 def _read_member(member: Mapping, setting: str, name: str) -> RewardModelSpec:
-    """A key that is misspelt would leave its default in force."""
+    """One reward model of an ensemble; a key that is misspelt would leave its default in force."""
     if not name.isidentifier() or name == "with_kl":
         raise ConfigError(
             f"{setting} has the name {name!r}, which becomes part of a metric's name, "
@@ -273,7 +273,7 @@ def _read_one(
     ip: str | Sequence[str] | None = None,
     port: int | Sequence[int] | None = None,
 ) -> RewardModelSpec:
-    """`ip` and `port` win over those of its `section`."""
+    """One reward model; `ip` and `port` win over those of its `section`."""
     if not isinstance(section, Mapping):
         raise ConfigError(f"{setting}={section!r} must be a section with ip and port.")
     weight = section.get("weight", 1.0)  # a member that has none counts as it is

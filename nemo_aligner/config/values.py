@@ -18,7 +18,7 @@ def plain_dict(cfg: DictConfig, resolve: bool = False) -> dict[str, Any]:
 
 
 def laid_over(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Also where one has keys and the other a list."""
+    """`over` over `base`, also where one has keys and the other a list: `over` wins."""
     result = dict(base)
     for key, value in over.items():
         if isinstance(value, Mapping) and isinstance(base.get(key), Mapping):
@@ -37,7 +37,7 @@ def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def resolved(cfg: DictConfig | dict) -> dict[str, Any]:
-    """`ConfigError`: a reference cannot be resolved."""
+    """Plain nested dict with resolved references; `ConfigError`: one that cannot be resolved."""
     if not isinstance(cfg, DictConfig):
         return cfg
     cfg = cfg.copy()
@@ -53,12 +53,12 @@ def resolved(cfg: DictConfig | dict) -> dict[str, Any]:
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Finite, and not a bool."""
+    """Whether `value` is a finite number that is not a bool."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 class Values:
-    """Of a resolved tree, by dotted key; a missing section reads as not set."""
+    """Read access to a resolved tree by dotted key; a missing section reads as not set."""
 
     def __init__(self, tree: Mapping):
         self.tree = tree
@@ -75,7 +75,7 @@ class Values:
         return node, True
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Where the value at `key` is absent or null, `default`."""
+        """The value at `key`; `default` where it is absent or null."""
         value = self._find(key)[0]
         return default if value is None else value
 
@@ -84,14 +84,14 @@ class Values:
         return self._find(key) == (None, True)
 
     def has(self, key: str) -> bool:
-        """Not null."""
+        """Whether the key has a value other than null."""
         return self.get(key) is not None
 
     def error(self, key: str, text: str) -> ConfigError:
         return ConfigError(f"{key}={self.get(key)} {text}")
 
     def whole(self, key: str, minimum: int | None = None) -> int | None:
-        """None where it is not set; `ConfigError`: no whole number, or too low."""
+        """The whole number at `key`, None where it is not set; `ConfigError`: none, or too low."""
         value = self.get(key)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
             raise ConfigError(f"{key}={value!r} must be a whole number.")
@@ -126,7 +126,7 @@ class Values:
             raise ConfigError(f"{key}={value!r} must be one of {', '.join(map(str, choices))}.")
 
     def same(self, key: str, other: str) -> None:
-        """`other` is the one to set."""
+        """Raise `ConfigError` if the two keys have different values; `other` is the one to set."""
         a, b = self.get(key), self.get(other)
         if a is not None and b is not None and a != b:
             raise ConfigError(
@@ -134,14 +134,14 @@ class Values:
             )
 
     def at_most(self, key: str, other: str) -> None:
-        """A number that is not set, or an `other` of 0, is not checked."""
+        """Raise `ConfigError` if the number at `key` is above a set one, not 0, at `other`."""
         low, high = self.get(key), self.get(other)
         if low is not None and high and low > high:
             raise ConfigError(f"{key}={low} is above {other}={high}; lower it.")
 
     def multiple(self, whole: str, *parts: str, times: Mapping[str, int]) -> None:
-        """Refuse a size at key `whole` that is no multiple of the product of those at `parts` and
-        in `times`; no check if one of the keys is not set.
+        """Raise `ConfigError` unless the size at key `whole` is a multiple of the product of those
+        at `parts` and of the sizes in `times`; no check if one of the keys is not set.
         """
         total = self.whole(whole, minimum=1)
         factors = {part: self.whole(part, minimum=1) for part in parts}
@@ -153,8 +153,8 @@ class Values:
 def require_multiple(
     name: str, value: int, factors: Mapping[str, int], remedy: str | None = None
 ) -> None:
-    """Refuse `value` unless it is a positive multiple of the product of `factors` (name -> size).
-    `remedy`: what to do; None: use one of the nearest multiples.
+    """Raise `ConfigError` unless `value` is a positive multiple of the product of `factors`
+    (name -> size). `remedy`: what to do; None: use one of the nearest multiples.
     """
     product = math.prod(factors.values())
     if value > 0 and value % product == 0:

@@ -50,9 +50,9 @@ class DefaultBatchIterator:
 class StoreBatchIterator(DefaultBatchIterator):
     """A work queue over an atomic counter in the store of the job's process group.
 
-    All ranks construct one together; the first of each model-parallel group takes tickets and
-    sends them to the others. Without a process group it is a `DefaultBatchIterator`.
-    `ConfigError`: the job has expert parallelism.
+    All ranks construct one together. Then the first rank of each model-parallel group takes
+    tickets from the counter and sends them to the others. Without a process group it is a
+    `DefaultBatchIterator`. `ConfigError`: the job has expert parallelism.
     """
 
     # The same number on all ranks, which construct their iterators in the same order.
@@ -87,7 +87,7 @@ class StoreBatchIterator(DefaultBatchIterator):
             yield self._collate(self.microbatches[ticket])
 
     def _take_ticket(self, store: dist.Store) -> int:
-        """The queue's next number, the same on all ranks of this model-parallel group."""
+        """The next number of the queue, the same on all ranks of this model-parallel group."""
         group = parallel_state.get_model_parallel_group()
         if group is None:  # not the ranks of the whole job
             return store.add(self.key, 1) - 1
@@ -133,7 +133,7 @@ def _gather_microbatches(own: list[list[int]]) -> list[list[int]]:
 def get_batch_iterator_cls(
     batch_iterator_cfg: DictConfig | dict[str, Any] | None = None,
 ) -> type[DefaultBatchIterator]:
-    """By `trainer.ppo.batch_iterator`: `use_flask` is the work queue."""
+    """The iterator that `trainer.ppo.batch_iterator` asks for: `use_flask` is the work queue."""
     if not complete(batch_iterator_cfg, "gpt_ppo_actor", "trainer.ppo.batch_iterator").use_flask:
         return DefaultBatchIterator
     logging.info(

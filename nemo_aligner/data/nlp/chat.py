@@ -57,15 +57,15 @@ def sft_chat_options(data: Mapping[str, Any]) -> dict[str, Any]:
 
 @functools.cache
 def say_default(text: str) -> None:
-    """Once: conversations get a form that nobody has asked for."""
+    """Say, once, that conversations get a form that nobody has asked for."""
     from nemo.utils import logging  # heavy
 
     logging.info(text)
 
 
 def chat_end_strings(data_cfg: Mapping[str, Any] | None, tokenizer: Tokenizer) -> tuple[str, ...]:
-    """What ends a response besides eos; a form that nobody asked for counts only where a training
-    file begins with a conversation.
+    """What ends a response, besides the eos token; the form that nobody has asked for does only
+    where a training file begins with a conversation.
     """
     form = chat_form(data_cfg, tokenizer)
     if form is None or form.default and not _trains_on_conversations(data_cfg or {}):

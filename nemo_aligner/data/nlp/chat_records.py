@@ -41,7 +41,7 @@ def conversation_field(record: Record) -> str | None:
 
 
 def holds_conversation(record: Record) -> bool:
-    """It has messages, and not just texts."""
+    """Whether a record holds messages, and not just texts."""
     if any(isinstance(record.get(field), list) for field in ("prompt", "response", *PAIR)):
         return True
     return "text" not in record and conversation_field(record) is not None
@@ -52,7 +52,7 @@ def holds_pair(record: Record) -> bool:
 
 
 def by_our_names(record: Record) -> Record:
-    """With `chosen` and `rejected`; NeMo-Aligner's fields hold one message each."""
+    """A record with the fields `chosen` and `rejected`; NeMo-Aligner's hold one message each."""
     record = dict(record)
     for field in PAIR:
         value = record.pop(f"{field}_response", None)
@@ -100,7 +100,7 @@ def each_turn(record: Record) -> list[Record]:
 
 
 def pair_messages(record: Record) -> tuple[list[Message], list[Message], int]:
-    """Both conversations, the better one first, and the place from which they differ."""
+    """The conversations of a pair, the better one first, and the place from which they differ."""
     if any(record.get(field) is None for field in PAIR):
         raise missing(PAIR, record)
     prompt = None if record.get("prompt") is None else _with_system(record, _prompt(record))
@@ -122,7 +122,7 @@ def pair_messages(record: Record) -> tuple[list[Message], list[Message], int]:
 
 
 def speaks_to_assistant(record: Record) -> bool:
-    """Anybody but the assistant says something in the prompt."""
+    """Whether anybody but the assistant says something in the prompt of a record."""
     field = next(f for f in ("prompt", *CONVERSATIONS, "chosen") if record.get(f) is not None)
     texts = [record.get("system"), record[field]]
     if isinstance(record[field], list):
@@ -146,7 +146,7 @@ def other_prompt(first: Record, second: Record) -> str:
 
 
 def _said(message: Message) -> tuple[str, str, Any]:
-    """Speaker, text, and the calls of tools."""
+    """Who speaks, the text, and the calls of tools."""
     names = ("from", "value") if "from" in message else ("role", "content")
     speaker, content = (message.get(name) for name in names)
     role = str(speaker).lower()
@@ -238,7 +238,7 @@ def _message(item: Any, where: str, as_named: bool) -> Message:
 
 
 def _text(content: Any, what: str) -> str:
-    """A text, or the texts of a list of parts joined."""
+    """A text, or the texts of a list of parts joined; `what` is its name in messages."""
     if not isinstance(content, str | list):
         raise UserError(f"{what} must be text, not {type(content).__name__}.")
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else content

@@ -87,8 +87,8 @@ def find_turns(
 def marked_turns(
     text: str, messages: Sequence[Message], trained: Set[int], turn_end: "TurnEnd"
 ) -> tuple[str, list[Span]]:
-    """`text` without marks, and the marked parts of the messages `trained`, each with its
-    end-of-turn token. Some templates mark only the last turns.
+    """`text` without its marks, and the marked parts that are of the messages `trained`, each with
+    its end-of-turn token. Some templates mark only the last turns.
     """
     text = text.replace(MARK_END + MARK_START, "")  # two marked parts of one turn
     borders = [0]
@@ -121,8 +121,8 @@ def marked_turns(
 
 
 def encode_turns(text: str, spans: Sequence[Span], tokenize: Tokenize, decode: Decode) -> Encoded:
-    """The tokens of `text` up to the last of its `spans`, with their mask; in pieces, as in a
-    rollout, where a tokenizer joins characters on both sides of a border.
+    """The tokens of `text` up to the last of its `spans`, with the mask of the spans. Where a
+    tokenizer joins characters on both sides of a border, in pieces, as in a rollout.
     """
     cuts = [0, *(border for span in spans for border in span)]
     parts = [text[start:end] for start, end in zip(cuts, cuts[1:], strict=False)]
@@ -150,8 +150,8 @@ def _masked(tokens: list[int], borders: Sequence[int]) -> Encoded:
 
 
 class TurnEnd:
-    """Up to a turn's last `end_of_turn`, behind which are blanks or other tokens of the expression
-    `control`; else to the end of its last token of these.
+    """From the text of a turn with what follows it to the end of its last `end_of_turn`, behind
+    which are blanks or other tokens of the expression `control`; else of its last token of these.
     """
 
     def __init__(self, end_of_turn: str, control: str) -> None:
@@ -195,8 +195,8 @@ _PROBE = ({"role": "user", "content": "Hello"}, {"role": "assistant", "content":
 
 
 class ChatTemplate(ConversationForm):
-    """A chat template and its tokenizer. `ConfigError`: not of Hugging Face, or without a
-    template.
+    """A chat template and the tokenizer that it is for. `ConfigError`: it is not of Hugging Face,
+    or has no template.
 
     Args:
         source: "tokenizer" for the tokenizer's own template, else the file of one (Jinja).
@@ -251,11 +251,11 @@ class ChatTemplate(ConversationForm):
         return text.replace(MARK_START, "").replace(MARK_END, "")
 
     def tokenize(self, texts: list[str]) -> list[list[int]]:
-        """The texts hold their control tokens already."""
+        """The tokens of texts that hold their control tokens already."""
         return [list(ids) for ids in self.inner(texts, add_special_tokens=False)["input_ids"]]
 
     def prompt_tokens(self, messages: Sequence[Message]) -> list[int]:
-        """Up to where the policy's next message begins."""
+        """The tokens of a conversation, up to where the policy's next message begins."""
         return self.tokenize([self.render(messages, True)])[0]
 
     def prompt(self, record: Record) -> list[int]:
@@ -335,7 +335,7 @@ def own_chat_template(tokenizer: Tokenizer) -> Any:
 
 @functools.lru_cache(maxsize=16)
 def _prepared(template: str, date: str) -> str:
-    """`template` with marks around what it generates, and with `date` for today."""
+    """`template` with marks around what it says is generated, and with `date` for today."""
     calls = _GENERATION.sub(
         lambda found: (
             f"{{%{found[1]} {'endcall' if found[2] else 'call marked_turn()'} {found[3]}%}}"

@@ -92,8 +92,8 @@ def other_name(field: str, names: Iterable[str]) -> str | None:
 
 
 def prompt_hint(field: str, record: Record, names: Iterable[str], is_empty: bool = True) -> str:
-    """How to read the one of `names` that looks like the prompt, in `field`; empty: none does, or
-    the record has a prompt that Alpaca's instruction is not left out of.
+    """How to read the one of the columns `names` that looks like the prompt, in `field`; empty:
+    none does, or the record has a prompt that Alpaca's instruction is not left out of.
     """
     like = other_name(field, names)
     given = map(record.get, (field, "text", "messages", "conversations"))
@@ -118,7 +118,7 @@ def missing(fields: Sequence[str], record: Record, more: str = "") -> UserError:
 
 
 def is_number(value: Any) -> bool:
-    """Finite, as float32."""
+    """Whether a value of a record is a finite number (of float32)."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 3e38
 
 
@@ -130,7 +130,7 @@ def check_kind(value: Any, kind: type, what: str) -> None:
 
 
 def columns_asked(record: Mapping[str, Any], asked: Sequence[str]) -> dict[str, Any]:
-    """The columns of a prompt's record by `RewardFunction.columns`."""
+    """The columns of a prompt's record that a function asks for (`RewardFunction.columns`)."""
     columns: dict[str, Any] = {}
     for name in asked:
         if name == ALL_COLUMNS:

@@ -51,7 +51,7 @@ def check_written(number: int, message: Message, text: str) -> None:
 
 
 def without_layout(text: str) -> str:
-    """Templates may tidy blanks and newlines."""
+    """`text` with one space in place of blanks and newlines, which templates may tidy."""
     return " ".join(text.split())
 
 
@@ -76,26 +76,26 @@ class ConversationForm(ABC):
 
     @abstractmethod
     def prompt(self, record: Record) -> list[int]:
-        """Up to where the response begins."""
+        """The tokens of a prompt, up to where the response begins."""
 
     @abstractmethod
     def encode_messages(
         self, messages: Sequence[Message], record: Record, first: int = 0
     ) -> Encoded:
-        """Tokens with the mask of the messages from `first` on that are trained on, up to the end
-        of the last one; `record`: that they stand in.
+        """The tokens of a conversation, with the mask of the assistant's messages from `first` on
+        that are trained on, up to the end of the last one; `record`: that they stand in.
         """
 
     def conversation(self, record: Record) -> Encoded:
         return self.encode_messages(_conversation(record), record)
 
     def sample(self, record: Record) -> list[int]:
-        """Its last response counts."""
+        """The tokens of a conversation that is scored: its last response counts."""
         messages = _conversation(record)
         return self.encode_messages(messages, record, len(messages) - 1).tokens
 
     def pair(self, record: Record) -> tuple[Encoded, Encoded]:
-        """The better one first."""
+        """Both conversations of a pair, the better one first."""
         chosen, rejected, first = pair_messages(record)
         better = self.encode_messages(chosen, record, first)
         return better, self.encode_messages(rejected, record, first)
@@ -106,7 +106,7 @@ class ConversationForm(ABC):
 
 
 def _conversation(record: Record) -> list[Message]:
-    """It ends with a response."""
+    """The messages of a conversation, which ends with a response."""
     messages = conversation_messages(record)
     check_response(messages, conversation_field(record) or "")
     return messages

@@ -1,7 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""From a path in the configuration (docs/data.md) to the sources of its records: a file, a folder
-that `datasets` wrote or reads, one split of such a folder, or a pattern.
+"""From a path in the configuration to the sources of its records: a file, a folder that `datasets`
+wrote or whose data files it finds, one split of such a folder, or a pattern (docs/data.md).
 """
 
 import glob
@@ -100,8 +100,8 @@ def open_sources(path: Path, data_impl: str, index_dir: str | None) -> list[Reco
 
 
 def open_quickly(path: Path, data_impl: str, index_dir: str | None) -> list[RecordSource]:
-    """As `open_sources`, but of folders, patterns, tokens and large compressed files it checks
-    only that they exist.
+    """As `open_sources`, but of folders, patterns, tokens and large files that are unpacked only
+    whether they exist is checked.
     """
     names = [f"{path}.idx", f"{path}.bin"] if data_impl == "mmap" else [str(path)]
     exists = all(glob.glob(name, recursive=True) or Path(name).exists() for name in names)
@@ -153,7 +153,7 @@ def _may_be_split(path: Path) -> bool:
 
 
 def _splits(folder: Path) -> dict[str, list[Path]]:
-    """By the rules of `datasets.load_dataset`."""
+    """The data files of each split of a folder, by the rules of `datasets.load_dataset`."""
     from datasets.data_files import DataFilesDict, EmptyDatasetError, get_data_patterns
 
     base = str(folder.absolute())
@@ -197,7 +197,7 @@ def _kind(path: Path) -> str:
 
 
 def _open_compressed(path: Path, kind: str, index_dir: str | None) -> JsonLinesFile:
-    """Into memory if it is small, else into a copy that is kept."""
+    """Unpacked into memory if it is small, else into a copy that is kept."""
     import pyarrow as pa
 
     unpacked = partial(pa.input_stream, str(path), {".gz": "gzip", ".zst": "zstd"}[kind])

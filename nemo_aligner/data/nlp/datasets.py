@@ -63,8 +63,8 @@ class RegressionRewardModelDataset(EncodedDataset):
         mask_value: `model.regression.loss_mask_val`, of an attribute without a label.
 
     Items: `inputs` int64 [S], padded with eos; `lengths` (a scalar); `labels` float32 [A];
-    `loss_mask` float32 [S], all 0 for an empty slot; `position_ids` [S]; `idx`; no attention mask,
-    see `RewardModelDataset`.
+    `loss_mask` float32 [S], all 0 for an empty slot; `position_ids` [S]; `idx`. There is no
+    attention mask, see `RewardModelDataset`.
     """
 
     read_fields = (*A_SAMPLE, "label")
@@ -133,8 +133,8 @@ class RegressionRewardModelDataset(EncodedDataset):
 
 
 def each_step(record: Record, is_chat: bool = False) -> list[Record]:
-    """The samples of a record with steps in `text` and as many labels: `prompt`, a text or
-    messages (with `is_chat` a text is one too), and the steps up to each, on own lines.
+    """The samples of a record with a list of steps in `text`, and as many in `label`: `prompt`, a
+    text or messages (with `is_chat` a text is one too), and the steps up to each, on own lines.
     """
     steps, labels, prompt = record.get("text"), record.get("label"), record.get("prompt")
     if not isinstance(steps, list):
@@ -154,7 +154,7 @@ def each_step(record: Record, is_chat: bool = False) -> list[Record]:
 
 
 def label_numbers(record: Record, num_attributes: int | None = None) -> list[float]:
-    """`num_attributes` finite ones (None: at least one)."""
+    """The numbers of a record's label, `num_attributes` finite ones (None: at least one)."""
     label = record.get("label")
     numbers: list[Any] = label if isinstance(label, list) else [label]
     if label is None:
@@ -246,7 +246,7 @@ class RewardModelDataset(EncodedDataset):
             return DIFFERENT
 
     def _holds_pairs(self) -> bool:
-        """What an earlier start found counts too."""
+        """Whether each line holds a pair; what an earlier start found counts too."""
         in_line = self.lines.extra >= IN_LINE
         if in_line.any() != in_line.all():
             raise UserError(
@@ -299,7 +299,7 @@ class RewardModelDataset(EncodedDataset):
         logging.warning(text)
 
     def pair_tokens(self, pair: int) -> tuple[list[int], list[int]]:
-        """The better one first."""
+        """The tokens of both samples of a pair, the better one first."""
         if self.pair_in_line:
             chosen, rejected = self.encoder.pair(self.as_pair(self.lines[pair]))
             return chosen.tokens, rejected.tokens
@@ -328,9 +328,9 @@ class RewardModelDataset(EncodedDataset):
 @accepts_nemo_aligner_call
 class LabelledPairDataset(RewardModelDataset):
     """Pairs with a preference: two neighbouring lines `{"text": ..., "label": [number, ...]}`, or
-    lines `{"prompt": ..., "responses": [..., ...], "label": ...}`. The label's first number is
-    below 0 if the first of the two is better, and its absolute value says by how much
-    (NeMo-Aligner's form of HelpSteer2-Preference, arXiv:2410.01257).
+    lines `{"prompt": ..., "responses": [..., ...], "label": ...}`. The first number of the label
+    says which of the two is better, below 0 the first, else the second, and its absolute value by
+    how much (NeMo-Aligner's form of HelpSteer2-Preference, arXiv:2410.01257).
 
     Items: those of the base class, and `margin` float32 (a scalar, at least 0).
     """
@@ -413,11 +413,11 @@ DEFAULT_REWARDS = {"chosen_reward": 1.0, "rejected_reward": 0.0}
 
 class DPOModelDataset(RewardModelDataset):
     """Pairs that a policy learns from directly: lines with `prompt`, `chosen` and `rejected` (or
-    `chosen_response` and `rejected_response`), and optionally `chosen_reward` and
-    `rejected_reward` (`data_cfg` has defaults); or conversations.
+    NeMo-Aligner's `chosen_response` and `rejected_response`), and optionally `chosen_reward` and
+    `rejected_reward` (`data_cfg` has defaults); or conversations, as for the base class.
 
-    Items: the base class's, `chosen_mask`, `rejected_mask` float32 [S], 1 on the tokens of the
-    responses (all 0 in an empty slot), and the rewards, float32.
+    Items: those of the base class, `chosen_mask` and `rejected_mask` float32 [S], 1 on the tokens
+    of the responses (all 0 in an empty slot), and the rewards, float32.
     """
 
     what = "pairs with prompts"
@@ -461,9 +461,9 @@ class DPOModelDataset(RewardModelDataset):
 class ResponseDataset(EncodedDataset):
     """Lines `{"prompt": ..., "response": ...}`: texts that follow each other, or conversations.
 
-    Items: `tokens`, `labels` int64 [S], padded with eos; column t of the labels holds token t+1.
-    `loss_mask` float32 [S], 1 where the label is a token of the response (all 0 in an empty slot);
-    `lengths` and `prompt_lengths` (scalars); `idx`.
+    Items: `tokens` and `labels` int64 [S], padded with eos; column t of the labels holds token
+    t+1. `loss_mask` float32 [S], 1 where the label is a token of the response (all 0 in an empty
+    slot); `lengths` and `prompt_lengths` (scalars); `idx`.
     """
 
     prompt_field = "prompt"

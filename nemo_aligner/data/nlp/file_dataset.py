@@ -46,7 +46,7 @@ class Part:
 
     @property
     def legend(self) -> str:
-        """Of a prompt, which has no mark, what becomes of it."""
+        """What the mark means; of a prompt, which has none, what becomes of it."""
         if self.name == "prompt":
             return "the policy continues it"
         return "the reward is read at the token" if self.scored else "trained on"
@@ -92,7 +92,7 @@ class FileDataset(torch.utils.data.Dataset[dict[str, Any]], ABC):
 
     @abstractmethod
     def _inspect(self, record: Record) -> tuple[int, float] | tuple[int, float, int]:
-        """See `Records`."""
+        """What is kept of a record; see `Records`."""
 
     @staticmethod
     def check_form(data_impl: str) -> None:
@@ -100,11 +100,11 @@ class FileDataset(torch.utils.data.Dataset[dict[str, Any]], ABC):
 
     @classmethod
     def arguments(cls, cfg: Any, seq_length: int) -> dict[str, Any]:
-        """The constructor's other arguments by the section `model`."""
+        """What the section `model` says of the constructor's other arguments."""
         return {"seq_length": seq_length}
 
     def unread_columns(self) -> list[str]:
-        """For each file, with the hint of one like the prompt."""
+        """For each file the columns that nothing reads, with the hint of one like the prompt."""
         found: list[str] = []
         for path, record, names in self.lines.first_rows():
             names -= set(self.read_fields or names)
@@ -132,8 +132,8 @@ class FileDataset(torch.utils.data.Dataset[dict[str, Any]], ABC):
 
         Args:
             allowed: `model.data.allow_empty_prompt`.
-            begins: whether a token stands before the response to an empty prompt, which those that
-                are `sampled` from must have.
+            begins: whether a token stands before the response to a record's empty prompt, which
+                those that are `sampled` from must have.
         """
         empty = np.flatnonzero(self.lines.extra)
         self.lacks_prompts = len(empty) > 0
@@ -173,7 +173,7 @@ class FileDataset(torch.utils.data.Dataset[dict[str, Any]], ABC):
         return ""
 
     def form_of(self, record: Record) -> ConversationForm | None:
-        """None: the record holds no conversation."""
+        """The form that a record's conversation is written in; None: it holds none."""
         return self.form if self.encoder is None else self.encoder.form_of(by_our_names(record))
 
     def messages(self, record: Record) -> list[Message]:
@@ -188,7 +188,7 @@ class FileDataset(torch.utils.data.Dataset[dict[str, Any]], ABC):
         return len(self.documents)
 
     def select(self, documents: np.ndarray) -> Self:
-        """Without reading the files again."""
+        """Return the same dataset with only `documents`, without reading the files again."""
         other = copy.copy(self)
         other.documents = documents
         return other
@@ -271,7 +271,7 @@ class EncodedDataset(FileDataset):
 
     @abstractmethod
     def _choose_documents(self) -> None:
-        """And check what no record says alone."""
+        """Set `documents`, and check what no record says alone."""
 
 
 def blend(by_file: list[np.ndarray], weights: Sequence[float], size: int) -> np.ndarray:
@@ -329,7 +329,7 @@ def labelled_part(tokens: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor
 def scored_part(
     name: str, tokens: torch.Tensor, length: torch.Tensor, padding: int | None
 ) -> Part:
-    """The reward is the last token's output, but for padding at its end."""
+    """A sequence whose last token's output is the reward, but for padding at its end."""
     last = int(lengths_before(padding, tokens[None], length[None])) - 1
     marked = [place == last for place in range(int(length))]
     return Part(name, tokens[: int(length)].tolist(), marked, scored=True)

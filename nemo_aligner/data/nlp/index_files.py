@@ -1,7 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
 """Files that make a second start fast: the index of a data file (offsets, lengths and other
-results of its check), and copies of it that can be mapped into memory.
+results of its check), and copies of it in a form that can be mapped into memory.
 
 Their names hold a hash of all that they depend on, so they are never out of date. A file appears
 complete, by being renamed; of several processes that need the same one the first makes it.
@@ -51,7 +51,7 @@ def key(*parts: Any) -> str:
 
 @functools.cache
 def code_fingerprint() -> str:
-    """Of the modules that read and check data: an index of other code is not used."""
+    """A hash of the modules that read and check data: an index of other code is not used."""
     found = hashlib.sha256()
     for module in sorted(Path(__file__).parent.glob("*.py")):
         found.update(module.read_bytes())
@@ -162,7 +162,7 @@ def keep_copy(
 
 
 def _folders(data: Path, index_dir: str | None) -> list[Path]:
-    """In the order in which they are tried."""
+    """Where the files of `data` may lie, in the order in which they are tried."""
     chosen = Path(index_dir) if index_dir else (data if data.is_dir() else data.parent) / FOLDER
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     home = os.environ.get("HF_HOME") or f"{base}/huggingface"
@@ -192,7 +192,7 @@ def _alone(lock: Path, data: Path) -> Iterator[None]:
 
 
 def _read_index(path: Path) -> Index | None:
-    """None if the file is damaged."""
+    """The index, or None if the file is damaged."""
     try:
         whole = np.load(path, mmap_mode="r", allow_pickle=False)
         count = len(Index._fields)

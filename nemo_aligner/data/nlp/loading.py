@@ -98,7 +98,7 @@ def build_train_valid_test_datasets(
 
 
 def _with_chunks(data_prefix: Any, n_chunks: int | Mapping[str, int] | None) -> Any:
-    """With the files that names with CHUNK_ID stand for."""
+    """`data_prefix` with the files that names with CHUNK_ID stand for."""
     has_parts, found = isinstance(data_prefix, Mapping | DictConfig), dict[str, Any]()
     for part, names in (data_prefix if has_parts else {"train": data_prefix}).items():
         names = [names] if isinstance(names, str) else names
@@ -176,7 +176,7 @@ def blended(dataset: Any, weights: Sequence[float] | None, num_samples: int | No
 
 
 def _pieces(dataset: Any, weights: Sequence[float] | None) -> list[np.ndarray]:
-    """Where there are weights, those of each file."""
+    """The documents of a dataset; where there are weights, those of each file."""
     if weights is None:
         return [dataset.documents]
     if not isinstance(dataset, FileDataset) or len(dataset.lines.paths) != len(weights):
@@ -193,7 +193,7 @@ def _mixed(
     num_samples: int | None,
     paths: Sequence[Any],
 ) -> np.ndarray:
-    """Of a blend of `pieces`, one per file; without weights of the only piece."""
+    """Documents of a blend of `pieces`, one per file; without weights of the only piece."""
     size = num_samples if num_samples and num_samples > 0 else sum(map(len, pieces))
     if weights is None:
         return pieces[0][:size]
@@ -231,11 +231,11 @@ def build_dataloader(
     load_gbs: bool = True,
     use_random_sampler: bool = True,
 ) -> torch.utils.data.DataLoader[Any]:
-    """A data loader for this data-parallel rank.
+    """Build a data loader for this data-parallel rank that starts after `consumed_samples`.
 
     Args:
         cfg: complete configuration; `model.seed` and `model.data.num_workers` are read.
-        consumed_samples: samples that all ranks together have used; it starts after them.
+        consumed_samples: samples that all ranks together have used.
         load_gbs: yield this rank's share of a global batch; False yields micro-batches.
         use_random_sampler: shuffle, with a new permutation in each epoch.
     """
@@ -281,8 +281,8 @@ def build_dataset_generic(
     n_chunks: int | None = None,
     n_examples_per_chunk: int | None = None,
 ) -> Any:
-    """A dataset of a class with NeMo-Aligner's constructor, from all records of the jsonl files;
-    `num_samples`, `n_chunks` and `n_examples_per_chunk` are not used.
+    """A dataset of a class with NeMo-Aligner's constructor, from all records of the jsonl files
+    `data_prefix`: `num_samples`, `n_chunks` and `n_examples_per_chunk` are not used.
     """
     if not str(data_impl).startswith("json"):
         raise ConfigError(

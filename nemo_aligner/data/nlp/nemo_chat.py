@@ -4,15 +4,15 @@
 of them that are trained on.
 
 With the tokens of `conf/gpt_sft.yaml` (SYS is system_turn_start, TURN turn_start, and so on) a
-conversation is this text, without the spaces and newlines in between:
+conversation is the text
 
     SYS System NAME_END {system} TURN_END
     TURN User NAME_END {value} TURN_END
     TURN Assistant NAME_END {value} TURN_END TURN
 
-The last TURN follows if the last turn is trained on. What is trained on is the value of the turns
-of every speaker whom the record's field `mask` does not name, with the TURN_END and TURN that
-follow; never the first turn.
+without the spaces and newlines in between. The last TURN follows if the last turn is one that is
+trained on. What is trained on is the value of the turns of every speaker whom the record's field
+`mask` does not name, TURN_END and the TURN that follows included; never the first turn.
 
 Turns may have labels (SteerLM). Of `type` VALUE_TO_TEXT, LABEL_START {label} NAME_END stands
 before the value and is not trained on; of TEXT_TO_VALUE after TURN_END, and it alone is trained
@@ -45,7 +45,7 @@ _BEHIND = "\x00"
 
 @dataclass(frozen=True)
 class Turn:
-    """What one speaker says. Without `counts` it is not trained on."""
+    """What one speaker says; `label` may be None. Without `counts` it is not trained on."""
 
     speaker: str
     value: str
@@ -61,7 +61,7 @@ class Source:
     kind: str | None = None  # None, `VALUE_TO_TEXT` or `TEXT_TO_VALUE`
 
     def trains(self, turn: Turn) -> bool:
-        """If it is not the first."""
+        """Whether a turn is trained on, if it is not the first."""
         return turn.counts and turn.speaker not in self.masked
 
 
@@ -77,7 +77,7 @@ class ChatTokens:
 
     @classmethod
     def of(cls, texts: Mapping[str, str]) -> "ChatTokens":
-        """`ConfigError`: one of them is missing or empty."""
+        """From a section of the configuration; `ConfigError`: one of them is missing or empty."""
         found: dict[str, Any] = {field.name: texts.get(field.name) for field in fields(cls)}
         for name, value in found.items():
             if not isinstance(value, str) or not value:
@@ -93,7 +93,7 @@ def header_text(source: Source, marks: ChatTokens) -> str:
 
 
 def turn_text(turn: Turn, kind: str | None, marks: ChatTokens) -> str:
-    """With its label where the type of the conversation has a place for it."""
+    """One turn, with its label where the type of the conversation has a place for it."""
     label = "" if turn.label is None else marks.label_start + turn.label + marks.end_of_name
     before = label if kind == VALUE_TO_TEXT else ""
     after = label if kind == TEXT_TO_VALUE else ""
@@ -102,7 +102,7 @@ def turn_text(turn: Turn, kind: str | None, marks: ChatTokens) -> str:
 
 
 def chat_text(source: Source, marks: ChatTokens) -> str:
-    """With the TURN that ends its last response."""
+    """A conversation, with the TURN that ends its last response."""
     turns = "".join(turn_text(turn, source.kind, marks) for turn in source.turns)
     trained = source.turns[-1].speaker not in source.masked
     return header_text(source, marks) + turns + marks.turn_start * trained
@@ -179,7 +179,7 @@ class NeMoChat(ConversationForm):
     def _trained(
         self, source: Source, number: int, turn: Turn, part: Sequence[int]
     ) -> tuple[int, int]:
-        """Start and end."""
+        """Start and end of the tokens of a turn that are trained on."""
         context = 0 if source.kind == TEXT_TO_VALUE else 1
         if number < context:
             return 0, 0  # it is the context of the others, whoever speaks
@@ -203,7 +203,7 @@ class NeMoChat(ConversationForm):
 
 
 def source_of_record(record: Record) -> Source:
-    """From the fields `system`, `conversations`, `mask` and `type`."""
+    """The conversation in the fields `system`, `conversations`, `mask` and `type` of a record."""
     _check_options(record)
     messages = list(enumerate(read_messages(record["conversations"], "conversations", True), 1))
     for number, message in messages:
@@ -229,7 +229,7 @@ def source_of_record(record: Record) -> Source:
 
 
 def source_of_messages(messages: Sequence[Message], first: int = 0) -> Source:
-    """Those before `first` do not count."""
+    """The conversation of messages with roles, of which those before `first` do not count."""
     system, rest = "", list(enumerate(messages, start=1))
     if messages[0]["role"] == "system":
         system = rest.pop(0)[1]["content"]
@@ -246,7 +246,7 @@ def source_of_messages(messages: Sequence[Message], first: int = 0) -> Source:
 
 
 def _written(source: Source, messages: list[tuple[int, Message]]) -> Source:
-    """Refuse a trained turn that has more than a text, such as calls of tools."""
+    """`source`, unless a turn that is trained on has more than a text, such as calls of tools."""
     for (number, message), turn in zip(messages, source.turns, strict=True):
         if source.trains(turn):
             check_written(number, message, turn.value)
@@ -262,6 +262,6 @@ def _check_options(record: Record) -> None:
 
 
 def _find(part: Sequence[int], whole: Sequence[int]) -> int:
-    """-1: nowhere."""
+    """Where `part` begins in `whole`; -1: nowhere."""
     places = range(len(whole) - len(part) + 1)
     return next((n for n in places if list(whole[n : n + len(part)]) == list(part)), -1)

@@ -23,7 +23,7 @@ Batch = dict[str, torch.Tensor]
 
 def pack(slots: Sequence[int], size: int) -> list[list[int]]:
     """Divide items of 1 to `size` slots, in order, into packs of at most `size` slots, each into
-    the one that it fills best. Returns the numbers of the items of each pack.
+    the (first) one that it fills best. Returns the numbers of the items of each pack.
     """
     packs: list[list[int]] = []
     rooms: list[int] = []  # the sizes of the room that open packs have, sorted
@@ -52,7 +52,7 @@ class PackedDataset(torch.utils.data.Dataset[dict[str, Any]]):
     slots, because its last token is only ever a label.
 
     Items: `examples` (items of `dataset`) and `is_empty`, True for index -1, an empty slot: the
-    first pack without weight in the loss.
+    first pack without weight in the loss. `collate_fn` makes batches.
     """
 
     def __init__(self, dataset: Examples) -> None:
@@ -73,8 +73,8 @@ class PackedDataset(torch.utils.data.Dataset[dict[str, Any]]):
         return {"examples": examples, "is_empty": index < 0}
 
     def collate_fn(self, items: list[dict[str, Any]]) -> Batch:
-        """As `Examples` does, with `packed_position_ids` int64 [B, S] for `position_ids`: 0 where
-        an example begins, and where the padding does.
+        """Collate packs as `Examples` does examples, with `packed_position_ids` int64
+        [B, S] in place of `position_ids`: 0 where an example begins, and where the padding does.
         """
         rows = [self._row(item) for item in items]
         longest = max(len(row["tokens"]) for row in rows)
@@ -89,7 +89,7 @@ class PackedDataset(torch.utils.data.Dataset[dict[str, Any]]):
         return batch
 
     def _row(self, item: dict[str, Any]) -> Batch:
-        """One behind the other, each without its padding."""
+        """The examples of a pack one behind the other, each without its padding."""
         parts: list[Batch] = []
         for example in item["examples"]:
             used = max(len(example["tokens"]) - 1, 1)

@@ -87,7 +87,7 @@ class RLHFDataset(EncodedDataset):
         return self.data_cfg.get("sample_weight") if self.name == "train" else None
 
     def _weight(self, document: int) -> float:
-        """By the column `sample_weight`; 1 without that key."""
+        """What its record says in the column `sample_weight`; 1 without that key."""
         column = self._weight_column
         if not column:
             return 1.0
@@ -104,7 +104,7 @@ class RLHFDataset(EncodedDataset):
         return length, 0.0, self.encoder.prompt_is_empty(record)
 
     def _fits(self) -> np.ndarray:
-        """bool [len(self)]; raises if no document is within the limit."""
+        """bool [len(self)]: True for documents within the limit; raises if there are none."""
         lengths = self.lines.notes[self.documents]
         fits = lengths <= self.max_prompt_length
         if not fits.any():
@@ -122,7 +122,7 @@ class RLHFDataset(EncodedDataset):
         return other
 
     def longest_prompt(self, enough: int) -> int:
-        """Tokens of the longest prompt, or less if none has more than `enough`."""
+        """Tokens of the longest prompt that is used, or less if none has more than `enough`."""
         if self.max_prompt_length <= enough:
             return 0
         bounds = self.lines.notes[self.documents]  # upper bounds, see `prompt_length`
@@ -204,7 +204,7 @@ class PromptColumns:
         return next(lines[number - first] for first, lines in self.records if number >= first)
 
     def __call__(self, numbers: torch.Tensor) -> list[dict[str, Any]]:
-        """Of the records with these numbers, int64 [b]."""
+        """The columns of the records with these numbers, int64 [b]."""
         return [columns_asked(self.record(number), self.asked) for number in numbers.tolist()]
 
 
@@ -261,7 +261,7 @@ def identity_collate(batch: list[Any]) -> list[Any]:
 def single_validation_set(
     validation: RLHFDataset | dict[str, RLHFDataset] | None,
 ) -> RLHFDataset | None:
-    """`ConfigError`: there are several."""
+    """The validation set of a builder; `ConfigError`: there are several."""
     if isinstance(validation, dict):
         raise ConfigError(
             f"model.data.data_prefix has several validation sets ({', '.join(validation)}), but "

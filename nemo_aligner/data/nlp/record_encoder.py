@@ -55,7 +55,7 @@ class TextEncoder:
         return self.without_end(text) + [self.tokenizer.eos_id] * self.append_eod
 
     def without_end(self, text: str) -> list[int]:
-        """Of a text that goes on, so without `append_eod`."""
+        """The tokens of a text that goes on, so without `append_eod`."""
         text = self.fix_text(text) if self.fix_text else text
         return text_tokens(self.tokenizer, text, self.add_bos)
 
@@ -79,7 +79,7 @@ class TextEncoder:
 
 
 def common_length(first: Any, second: Any) -> int:
-    """Of texts in characters, of lists or arrays in tokens."""
+    """How many characters of texts, or tokens of lists or arrays, two begin with in common."""
     one, other = (x.tolist() if isinstance(x, np.ndarray) else x for x in (first, second))
     shorter = range(min(len(one), len(other)))
     return bisect.bisect_left(shorter, True, key=lambda n: one[: n + 1] != other[: n + 1])
@@ -128,7 +128,7 @@ class RecordEncoder:
         return [texts.add_bos, texts.append_eod, ftfy, form, self.prompt_end]
 
     def form_of(self, record: Record) -> ConversationForm | None:
-        """None: its texts stay as they are."""
+        """The form that a record is written in; None: its texts stay as they are."""
         if self.form is not None and self.form.default:
             if not holds_conversation(record):
                 return None
@@ -136,7 +136,7 @@ class RecordEncoder:
         return self.form
 
     def prompt(self, record: Record) -> list[int]:
-        """At least one token."""
+        """The tokens of a prompt, at least one."""
         text = self._prompt_text(record)
         if text is not None:
             tokens = self.encode_text(text)
@@ -151,11 +151,11 @@ class RecordEncoder:
         return len(self.prompt(record)) if text is None else self.encode_text.length(text, limit)
 
     def begins(self, record: Record) -> bool:
-        """A token stands before the response to an empty prompt."""
+        """Whether a token stands before the response to an empty prompt."""
         return self.encode_text.add_bos or not (self.form_of(record) is None or "text" in record)
 
     def prompt_is_empty(self, record: Record, *responses: str) -> bool:
-        """It says nothing: a prompt for rollouts, or that of the fields `responses`."""
+        """Whether a prompt says nothing: one for rollouts, or that of the fields `responses`."""
         text: str | np.ndarray | None = None
         if not responses:
             text = self._prompt_text(record)
@@ -177,8 +177,8 @@ class RecordEncoder:
         return len(self.sample(record)) if text is None else self.encode_text.length(text, limit)
 
     def pair(self, record: Record) -> tuple[Encoded, Encoded]:
-        """Both samples of a pair in one record, the better one first; what follows `prompt` is the
-        response, or the assistant's messages from the first that differs.
+        """Both samples of a pair that stands in one record, the better one first; what follows
+        `prompt` is the response, or the assistant's messages from the first that differs.
         """
         form = self.form_of(record)
         if form is not None:
@@ -194,8 +194,8 @@ class RecordEncoder:
         return self._continued(*self._parts(record, "response"))
 
     def _continued(self, prompt: str, response: str) -> Encoded:
-        """The tokens of both texts, and which are the response's: from the first that the prompt
-        alone does not begin with, for a tokenizer may join both texts in one token.
+        """The tokens of both texts, and which of them are of the response: from the first one that
+        the prompt alone does not begin with, for a tokenizer may join both texts in one token.
         """
         tokens = self.encode_text(prompt + response)
         first = common_length(self.encode_text.without_end(prompt), tokens)
@@ -207,7 +207,7 @@ class RecordEncoder:
         return self.encode_text.length("".join(self._parts(record, "response")), limit)
 
     def pair_length(self, record: Record, limit: int) -> int:
-        """Of the longer sample; a pair is refused if both have the same tokens."""
+        """Tokens of the longer sample of a pair, which is refused if both have the same tokens."""
         texts = None if self.form_of(record) is not None else self._pair_texts(record)
         if texts is None or self._may_be_the_same(*texts[1:]):  # to encode all would take long
             chosen, rejected = (sample.tokens for sample in self.pair(record))
@@ -269,7 +269,7 @@ class RecordEncoder:
         return [shared[:place], *(text[place:] for text in texts)]
 
     def _pair_texts(self, record: Record) -> list[str]:
-        """What both begin with, and how they go on, the better one first."""
+        """What both texts of a pair begin with, and how they go on, the better one first."""
         parts = self._parts(record, "chosen", "rejected", whole=True)
         if parts[1] == parts[2]:
             raise EqualPairError
@@ -283,7 +283,7 @@ class RecordEncoder:
         return heads[0][:common] == heads[1][:common] and _letters(first) == _letters(second)
 
     def _prompt_text(self, record: Record) -> str | np.ndarray | None:
-        """Text that stays as it is; None for a conversation."""
+        """The text of a prompt that stays as it is; None for a conversation."""
         prompt = record.get("prompt")
         if self.form_of(record) is None and "text" not in record and prompt is not None:
             return plain_texts(record, "prompt", allow_blank=True)[0]
@@ -313,7 +313,7 @@ class RecordEncoder:
         return text
 
     def _fixed(self, record: Record) -> Record:
-        """With `model.data.apply_ftfy`."""
+        """A record whose texts are mended with `model.data.apply_ftfy`."""
         fix = self.encode_text.fix_text
 
         def fixed(value: Any) -> Any:

@@ -1,7 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
 """Records of data files of any kind: each is read and checked once at start, a broken one is an
-error with file and row. What the check found is kept for the next start (`index_files.py`).
+error with its file and row. What the check found is kept for the next start (`index_files.py`).
 """
 
 import array
@@ -161,12 +161,12 @@ class Records(Sequence):
         return self.expand(record)[int(index - np.searchsorted(self.rows, self.rows[index]))]
 
     def _place(self, index: int) -> tuple[int, int]:
-        """Its source's number, and that of its row in there."""
+        """The number of a record's source, and that of its row in there."""
         number = int(np.searchsorted(self._ends, index, side="right"))
         return number, self.row_of(int(index), int(self._ends[number - 1]) if number else 0)
 
     def row_of(self, index: int, first: int) -> int:
-        """How many rows after that of the record `first`."""
+        """How many rows after that of the record `first` the row of a record is."""
         return index - first if self.rows is None else int(self.rows[index] - self.rows[first])
 
     def where(self, index: int) -> str:
@@ -176,8 +176,8 @@ class Records(Sequence):
         return f"{source.path}, {source.unit} {row}"
 
     def first_rows(self) -> Iterator[tuple[Path, Record, set[str]]]:
-        """Of each entry with a record the path, the record, and the columns that
-        `columns` does not read.
+        """Of each entry with a record the path, its first record, and its columns but for those
+        that `columns` reads.
         """
         for path, first, count in zip(self.paths, self.first_of_file, self.counts, strict=True):
             if count:
@@ -187,7 +187,7 @@ class Records(Sequence):
 
 
 def _joined(arrays: list[np.ndarray]) -> np.ndarray:
-    """A single one stays mapped into memory."""
+    """One array; a single one stays mapped into memory."""
     return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
 
@@ -196,7 +196,7 @@ def _state(source: RecordSource) -> list[tuple[int, int]]:
 
 
 def check_text(record: Record, *fields: str, allow_blank: bool = False) -> None:
-    """By default not only blanks."""
+    """Raise `UserError` unless a record has text in `fields`, by default not only blanks."""
     if any(field not in record for field in fields):
         talks = "messages" in record or "conversations" in record
         raise missing(fields, record, NO_FORM if talks else "")
@@ -207,7 +207,7 @@ def check_text(record: Record, *fields: str, allow_blank: bool = False) -> None:
 
 
 def first_record(entry: Any, data_cfg: Mapping[str, Any] | None = None) -> Record:
-    """Read as `data_cfg` says; empty if none can be read."""
+    """The first record of a data file, read as `data_cfg` says; empty if none can be read."""
     file, data_cfg = DataFile.of(entry, "the list of data files"), data_cfg or {}
     try:
         source = open_sources(Path(file.path), "jsonl", data_cfg.get("index_mapping_dir"))[0]

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Batch samplers: which data-parallel rank gets which dataset index, and when.
 
-`consumed_samples` (samples used by all ranks together since step 0) alone decides where a pass
+`consumed_samples` alone (samples used by all ranks together since step 0) decides where a pass
 starts, at any sample, so a resumed job gets exactly the batches that the killed one would have had
 next. A pass has whole global batches only: the rest of an epoch is dropped or, in order and on
 request, filled up with the index -1 (a slot without data).
@@ -84,7 +84,7 @@ class BatchSampler:
         self.local_batch_size = micro_batch_size if self.yields_micro_batches else share
 
     def _whole_batches(self, samples: int) -> int:
-        """Samples, with empty slots."""
+        """Samples, with empty slots, of the global batches that `samples` make."""
         size = self.global_batch_size
         return samples // size * size if self.drop_last else -(-samples // size) * size
 
@@ -102,9 +102,9 @@ class BatchSampler:
         return self._at_random() if self.is_random else self._in_order()
 
     def _at_random(self) -> Iterator[list[int]]:
-        """One permutation per epoch, seeded with `seed + epoch`, cut into global batches, of which
-        each rank takes a share: the same for any number of ranks and micro-batch size. A pass ends
-        with the epoch.
+        """One permutation of the dataset per epoch, seeded with `seed + epoch`, cut into global
+        batches, of which each rank takes a share: these depend neither on the number of ranks nor
+        on the micro-batch size. A pass ends with the epoch.
         """
         epoch, done, left = self._position()
         order = torch.randperm(

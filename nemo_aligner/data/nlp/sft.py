@@ -83,11 +83,11 @@ class Examples(FileDataset):
 
     @property
     def lengths(self) -> np.ndarray:
-        """int64 [len(self)], in tokens."""
+        """int64 [len(self)]: tokens of each item."""
         return self.lines.numbers[self.documents].astype(np.int64)
 
     def tokens_of(self, record: Record) -> Encoded:
-        """And which of them are of a response."""
+        """The tokens of a record, and which of them are of a response."""
         raise NotImplementedError
 
     def __getitem__(self, index: int) -> dict[str, Any]:
@@ -308,7 +308,7 @@ def _field(record: Record, field: str | None) -> str:
 
 
 def _split_template(template: str, space_sensitive: bool) -> list[tuple[str, str | None]]:
-    """Into pieces (text, field or None), each with text before its field."""
+    """Cut a template into pieces (text, field or None), each with text before its field."""
     pieces: list[tuple[str, str | None]] = []
     literal = ""
     for part in re.split(r"(\{\w+\})", template):
@@ -327,7 +327,7 @@ def _split_template(template: str, space_sensitive: bool) -> list[tuple[str, str
 
 
 def response_span(item: Mapping[str, Any]) -> tuple[int, int]:
-    """Start and end of the last part that is trained on; without any, the item's end."""
+    """Where the last part of an item that is trained on begins and ends; of none, at its end."""
     trained = item["trained"]
     end = len(trained)
     while end and not trained[end - 1]:

@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The sources of records: jsonl files, tables, files of tokens.
 
-Tables are read from an Arrow file that `datasets` maps into memory, which processes share. A
-parquet file is copied to one, a few rows at a time (`Dataset.from_parquet` holds a row group,
-which may be the whole file).
+Rows of a table are read from an Arrow file that `datasets` maps into memory, which processes
+share. A parquet file is copied to such a file once, a few rows at a time (`Dataset.from_parquet`
+holds a row group at a time, which may be the whole file).
 """
 
 import array
@@ -44,17 +44,17 @@ class RecordSource:
         self.offsets = np.zeros(0, dtype=np.int64)
 
     def __getitem__(self, number: int) -> Record:
-        """After `scan`, or once `offsets` are set."""
+        """One row, read from disk; after `scan`, or once `offsets` are set."""
         raise NotImplementedError
 
     def scan(self) -> Iterator[tuple[int, Record]]:
-        """In order, each with its number in the file as messages give it."""
+        """All rows in order, each with its number in the file as messages give it."""
         raise NotImplementedError
 
 
 class JsonLinesFile(RecordSource):
-    """One JSON object per line; blank lines do not count. A compressed file has an unpacked copy,
-    or bytes.
+    """A file with one JSON object per line; blank lines do not count. The content of a compressed
+    one is its unpacked copy, or bytes.
     """
 
     unit = "line"
@@ -180,7 +180,7 @@ def open_parquet(path: Path, index_dir: str | None) -> ArrowTable:
 
 
 def open_arrow(path: Path) -> ArrowTable:
-    """In Arrow's form for streams or for files."""
+    """The rows of an Arrow file, in its form for streams or for files."""
     import pyarrow as pa
     from datasets.table import InMemoryTable, MemoryMappedTable
 
@@ -198,7 +198,7 @@ def open_arrow(path: Path) -> ArrowTable:
 
 
 def open_saved(folder: Path) -> ArrowTable:
-    """By `datasets.Dataset.save_to_disk`."""
+    """The rows of a dataset that `datasets.Dataset.save_to_disk` wrote."""
     import datasets
     import pyarrow as pa
 
@@ -215,7 +215,7 @@ def open_saved(folder: Path) -> ArrowTable:
 
 
 def _gathered(batches: Iterator["pyarrow.RecordBatch"]) -> Iterator["pyarrow.Table"]:
-    """In tables of one batch of about `BATCH_BYTES` each."""
+    """`batches` in tables of one batch of about `BATCH_BYTES` each."""
     import pyarrow as pa
 
     held: list[pa.RecordBatch] = []
@@ -233,7 +233,7 @@ def _gathered(batches: Iterator["pyarrow.RecordBatch"]) -> Iterator["pyarrow.Tab
 def _readable(
     batches: Iterable["pyarrow.RecordBatch"], path: Path
 ) -> Iterator["pyarrow.RecordBatch"]:
-    """`UserError` says after which row one cannot be read."""
+    """`batches`; `UserError` says after which row one cannot be read."""
     import pyarrow as pa
 
     done = 0

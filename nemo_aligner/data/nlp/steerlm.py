@@ -1,7 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Data of SteerLM (Dong et al. 2023, arXiv:2310.05344): conversations with labels of responses,
-"quality:4,toxicity:0,...", in NeMo's chat format (`nemo_chat.py`).
+"""Data of SteerLM (Dong et al. 2023, arXiv:2310.05344): conversations whose responses have a label
+with the values of attributes, "quality:4,toxicity:0,...", in NeMo's chat format (`nemo_chat.py`).
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -75,7 +75,7 @@ def parse_label(text: str, attributes: Sequence[str]) -> dict[str, float]:
 
 
 def rounded_label(values: Sequence[float], attributes: Sequence[str]) -> str:
-    """Of a reward model's numbers: whole ones from `LOWEST` to `HIGHEST`."""
+    """The label of what a reward model predicts: whole numbers from `LOWEST` to `HIGHEST`."""
     numbers = [round(min(max(float(value), LOWEST), HIGHEST)) for value in values]
     return encode_label(dict(zip(attributes, numbers, strict=True)))
 
@@ -88,9 +88,9 @@ def read_attributes(text: str) -> tuple[str, ...]:
 
 
 def scored_turns(record: Record) -> list[tuple[int, str]]:
-    """What a regression reward model reads for each response (a turn but the first of a speaker
-    whom `mask` does not name): its turn's number, and the text up to its end with the token that a
-    label follows, of speakers User and Assistant, unlabelled.
+    """What a regression reward model reads for each response of a conversation (a turn of a
+    speaker whom `mask` does not name, but for the first): the number of its turn, and the text up
+    to its end with the token that a label follows, of speakers User and Assistant, unlabelled.
     """
     source = source_of_record(record)
     # Null and absent mean the prompt of the published models, "" means none.
@@ -111,7 +111,7 @@ def scored_turns(record: Record) -> list[tuple[int, str]]:
 
 
 def with_labels(record: Record, labels: Mapping[int, str]) -> Record:
-    """Of type VALUE_TO_TEXT."""
+    """A conversation with labels for the turns of these numbers, of type VALUE_TO_TEXT."""
     turns = [
         {**turn, "label": labels.get(number, turn.get("label"))}
         for number, turn in enumerate(record["conversations"])
@@ -122,7 +122,7 @@ def with_labels(record: Record, labels: Mapping[int, str]) -> Record:
 def regression_records(
     record: Record, attributes: Sequence[str] = ALL_STEERLM_ATTRIBUTES
 ) -> list[Record]:
-    """`{"text": ..., "label": [number, ...]}` for each response that has a label."""
+    """A record `{"text": ..., "label": [number, ...]}` for each response that has a label."""
     found = []
     for number, text in scored_turns(record):
         label = record["conversations"][number].get("label")
@@ -134,13 +134,13 @@ def regression_records(
 
 
 def labelled_conversation(turns: Sequence[Mapping[str, Any]]) -> Record:
-    """For attribute-conditioned fine-tuning."""
+    """A record of conversations for attribute-conditioned fine-tuning."""
     how = {"system": SYSTEM_PROMPT, "mask": USER, "type": VALUE_TO_TEXT}
     return {"conversations": list(turns), **how}
 
 
 def open_assistant_records(tree: Mapping[str, Any]) -> list[Record]:
-    """One for each path to a last reply."""
+    """The conversations of a message tree of OpenAssistant, one for each path to a last reply."""
     try:
         return [labelled_conversation(path) for path in _paths(tree["prompt"]) if len(path) > 1]
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -168,7 +168,7 @@ def _paths(message: Mapping[str, Any]) -> Iterator[list[dict[str, Any]]]:
 
 
 def help_steer_record(row: Mapping[str, Any], attributes: Sequence[str]) -> Record:
-    """With the `attributes` that it has."""
+    """The conversation of a row of HelpSteer or HelpSteer2 with the `attributes` that it has."""
     values = {name: row[name] for name in attributes if row.get(name) is not None}
     absent = [name for name in ("prompt", "response") if not isinstance(row.get(name), str)]
     if absent or not values:
@@ -228,7 +228,7 @@ class SteerLM2Dataset(Examples):
         return max(len(response.tokens) for response in responses), len(responses)
 
     def _encoded(self, record: Record) -> list[Encoded]:
-        """Behind its prompt, with the mask of that last turn alone."""
+        """Each response behind its prompt, with the mask of that last turn alone."""
         turns, label, responses = _fields(record)
         speaker = responses[0]["from"]
         others = tuple(dict.fromkeys(t.speaker for t in turns if t.speaker != speaker))
@@ -251,7 +251,7 @@ class SteerLM2Dataset(Examples):
         return found
 
     def get_prompt(self, system_turn: str, prompt_turns: Sequence[Mapping[str, str]]) -> str:
-        """Up to where the responding turn begins."""
+        """The text of a prompt, up to where the responding turn begins."""
         turns = [Turn(turn["from"], turn["value"]) for turn in prompt_turns]
         return self._prompt_text(Source(system_turn, ()), turns)
 
@@ -307,7 +307,7 @@ class SteerLM2Dataset(Examples):
 
 
 def _fields(record: Record) -> tuple[tuple[Turn, ...], str | None, list[Any]]:
-    """(turns of the prompt, label, responses)."""
+    """(turns of the prompt, label, responses) of a record."""
     for field in ("prompt_turns", "responses"):
         value = record.get(field)
         if not isinstance(value, list) or not value:
@@ -335,7 +335,7 @@ def _fields(record: Record) -> tuple[tuple[Turn, ...], str | None, list[Any]]:
 
 
 def _log_probs(record: Record) -> tuple[Tensor, ...]:
-    """float64 [n] each: log P(a|x,y), log P(y|x) and log Q'(y|a,x)."""
+    """float64 [n] each: log P(a|x,y), log P(y|x) and log Q'(y|a,x) of the responses."""
     found = []
     for key in (LOG_P_ATTRIBUTES, LOG_P_RESPONSE, LOG_Q):
         for number, response in enumerate(record["responses"], start=1):

@@ -57,7 +57,7 @@ class TopKExample(NamedTuple):
 def to_line(
     example: TopKExample, index: int, rows: int, fingerprint: str | None, teacher: str
 ) -> str:
-    """`fingerprint`: of the tokenizer."""
+    """The line of a file for an example; `fingerprint`: of the tokenizer."""
     record = {key: getattr(example, key).tolist() for key in EXAMPLE}
     for key, dtype in ARRAYS.items():
         data = np.ascontiguousarray(getattr(example, key), dtype=dtype)
@@ -136,11 +136,11 @@ def _array(record: Record, key: str, counts: np.ndarray) -> np.ndarray:
 
 @accepts_nemo_aligner_call
 class KnowledgeDistillationDataset(FileDataset):
-    """Examples with the largest logits of a teacher; `tokenizer`: of the student. `top_k` of each
-    position are used, a key of `data_cfg` (None: all, of all files alike).
+    """Examples with the largest logits of a teacher; `tokenizer`: of the student. Of each position
+    `top_k` are used, a key of `data_cfg` (None: all, of all files alike).
 
-    Items: the fields of `TopKExample` as tensors, 0 at the positions that do not count, [S, K] and
-    [S].
+    Items: the fields of `TopKExample` as tensors, with the positions that do not count, [S, K] and
+    [S], filled with 0. `collate_fn` makes batches of them.
     """
 
     in_chunks = True
@@ -164,7 +164,7 @@ class KnowledgeDistillationDataset(FileDataset):
         )
 
     def _inspect(self, record: Record) -> tuple[int, float]:
-        """Numbers of tokens, and of logits of a position."""
+        """Number of tokens, and of logits of a position."""
         check_record(record, self.fingerprint)
         example = from_record(record, self.top_k)
         size = self.tokenizer.vocab_size
@@ -209,8 +209,8 @@ class KnowledgeDistillationDataset(FileDataset):
         return item
 
     def collate_fn(self, items: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-        """Collate to width S, the longest length rounded up to 16, at most `seq_length`; see
-        `core.types.DistillationBatch`.
+        """Collate items to a batch of width S, their longest length rounded up to 16, at most
+        `seq_length`; see `core.types.DistillationBatch`.
         """
         longest = max(len(item["tokens"]) for item in items)
         width = min(-(-longest // 16) * 16, self.seq_length)
