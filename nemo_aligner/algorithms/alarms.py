@@ -236,9 +236,7 @@ class Alarms:
     def check_replicas(
         self, model: SupervisedInterface, step: int, timer: ScopedTimer | None = None
     ) -> None:
-        """Every `replica_check_interval` steps, compare the weights of the replicas:
-        `ReplicaError` on every rank; all call it. `timer` gets the time as `replica_check`.
-        """
+        """Every `replica_check_interval` steps: `ReplicaError`, on all ranks, if they differ."""
         if not self.replica_check_interval or step % self.replica_check_interval:
             return
         with timer("replica_check") if timer else contextlib.nullcontext():
@@ -252,8 +250,7 @@ def sampling_ratio_metrics(
     logprobs: Tensor, sampling_logprobs: Tensor, mask: Tensor
 ) -> dict[str, float]:
     """The mean of |rho - 1|, and the largest of rho and 1 / rho, over all DP ranks, which all
-    call; rho = exp(logprobs - sampling_logprobs). Args `[B, S-1]`; slots outside the mask may hold
-    anything.
+    call; rho = exp(logprobs - sampling_logprobs). Args `[B, S-1]`, with anything outside the mask.
     """
     mask = mask.bool()
     difference = torch.where(mask, logprobs - sampling_logprobs, 0).nan_to_num(nan=torch.inf)

@@ -5,8 +5,8 @@ and save.
 
 Path of a request: thread of its endpoint (decode, check) -> queue -> main thread of rank 0 -> all
 ranks compute -> reply; see servers/server_loop.py, scoring.py and schema.py (tensors). N samples
-of a request, n of one data-parallel rank's share, S padded token length; column t of [N, S-1] is
-the prediction of token t+1.
+of a request, n of one data-parallel rank's share, S padded token length; column t of [N, S-1]
+predicts token t+1.
 """
 
 import collections
@@ -325,8 +325,7 @@ class CriticServerTrainer:
         """Score a batch: values float32 [N, S] and, when combined, rewards float32 [N, 1].
 
         Every rank calls it, rank 0 with `tokens` int64 [N, S] and `sequence_lengths` int64 [N] or
-        [N, 1] (or `sentences`), by name or as one dict; rank 0 gets the arrays, the others an
-        empty dict.
+        [N, 1] (or `sentences`), by name or as one dict; the others get an empty dict.
         """
         return self._scorer.run({**(inputs or {}), **named})
 

@@ -52,9 +52,7 @@ class _RankZeroOutcome(OtherFuture):
 
 
 def scores_of(infer: Callable[[Rollout], Any]) -> Callable[[Rollout], PendingScores]:
-    """`infer_rm` or `infer_rm_critic` of a client, whose future need not have `scores()`: its
-    `result()` may give rewards, or (rewards, values).
-    """
+    """`infer_rm` or `infer_rm_critic`; its future need not have `scores()`: see `_read_scores`."""
 
     def ask(rollout: Rollout) -> PendingScores:
         future: Any = infer(rollout)

@@ -219,7 +219,6 @@ class PolicyGradientTrainer(RolloutTrainer):
         return rollout, scores, everything, drawn.metrics(everything)
 
     def _local_share(self, rollout: PPORolloutBatch, epoch: int = 0) -> PPORolloutBatch:
-        """This rank's samples of a gathered rollout, as shuffled for `epoch` over it."""
         return local_share(rollout, self.seed, self.step, self.cfg.model_gbs, epoch)
 
     def _with_logprobs(self, rollout: PPORolloutBatch) -> RolloutBatch:

@@ -243,7 +243,7 @@ class PPOTrainer(PolicyGradientTrainer):
 
     @property
     def source_of_logprobs(self) -> str:
-        """First a pass of their own: policy and reference are compared to the bit."""
+        """Before the first update "recompute": policy and reference are compared to the bit."""
         first = not self.optimization_step and not self.resumed
         return "recompute" if first else self.rollout_logprobs
 

@@ -3,7 +3,7 @@
 """From a scored rollout to the data of the updates: rewards with KL, advantages, returns, metrics.
 
 All data-parallel (DP) ranks call these functions. Shapes: B samples of a rollout on this rank, N
-over all DP ranks, S padded length (prompt + response); per transition `[B, S-1]`, aligned as in
+over all DP ranks, S padded length; per transition `[B, S-1]`, aligned as in
 `nemo_aligner.core.types`.
 """
 

@@ -47,9 +47,7 @@ TOGETHER = 16
 
 
 class ShardWriter:
-    """Writes one shard, of this number, to a folder that exists; items come in their order. An
-    `OSError` says what cannot be written.
-    """
+    """Writes one shard, of this number, to a folder that exists; items come in their order."""
 
     def __init__(self, folder: Path, shard: int) -> None:
         self._values = (folder / f"{shard}.values").open("wb")

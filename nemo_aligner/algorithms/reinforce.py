@@ -114,8 +114,8 @@ class ReinforceTrainer(PolicyGradientTrainer):
         Args:
             rollout_batch: `response_tokens` int64 `[B, S]`; `response_lengths`, `prompt_lengths`,
                 `idx` int64 `[B]`; `is_end` bool `[B]`; `rewards` f32 `[B]`; with a KL penalty
-                `logprobs` and `init_logprobs` f32 `[B, S-1]`, whose slots outside the response may
-                hold anything, NaN included.
+                `logprobs` and `init_logprobs` f32 `[B, S-1]`, with anything, NaN too, outside the
+                response.
         """
         mask = response_mask(rollout_batch)
         rewards, is_end = rollout_batch["rewards"], rollout_batch["is_end"]

@@ -172,7 +172,6 @@ class RolloutTrainer(TrainingLoop):
 
     @property
     def epoch(self) -> int:
-        """Finished epochs over the prompts."""
         return self.step // self.num_steps_per_epoch
 
     @property

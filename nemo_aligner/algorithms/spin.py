@@ -97,8 +97,7 @@ class SPINTrainer(SupervisedTrainer):
     @torch.no_grad()
     def play(self, batches: Sequence[SelfPlayPrompts]) -> list[SelfPlayBatch]:
         """The reference's responses to the prompts of the next global batches beside those of the
-        data, with its log-probs of both; all ranks call it. `batches`: this rank's, the next
-        first.
+        data, with its log-probs of both; all ranks call it. `batches`: this rank's shares.
         """
         self.model.prepare_for_inference()
         with self.model.reference_policy():
@@ -129,7 +128,7 @@ class SPINTrainer(SupervisedTrainer):
         }
 
     def _generate(self, batches: Sequence[Mapping[str, Tensor]]) -> list[dict[str, Any]]:
-        """As one queue: of each batch `tokens`, a list of int64 `[R]`, and `is_end` bool `[B]`."""
+        """Responses, as one queue: by batch `tokens`, a list of int64 `[R]`, and `is_end`."""
         lengths = torch.cat([batch["prompt_lengths"] for batch in batches])
         prompts = [
             row[:length]
@@ -264,9 +263,8 @@ def spin_custom_collate(
     reset_attention_mask: bool = False,
     eod_mask_loss: bool = False,
 ) -> SelfPlayPrompts:
-    """A batch of items of `build_sft_dataset`, padded with `eos_id`; the other arguments,
-    NeMo-Aligner's, are not used. `UserError`: an example has no prompt that the policy could
-    respond to.
+    """A batch of items of `build_sft_dataset`, padded with `eos_id`; the other arguments are
+    NeMo-Aligner's, and not used. `UserError`: an example has no prompt to respond to.
     """
     spans = [response_span(item) for item in batch]
     for item, (start, _end) in zip(batch, spans, strict=True):

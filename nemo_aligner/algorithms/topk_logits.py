@@ -23,8 +23,6 @@ from nemo_aligner.parallel.collectives import gathered, on_rank_zero
 
 
 class _Source(NamedTuple):
-    """Whose logits the lines hold."""
-
     tokenizer: str | None  # its fingerprint
     teacher: str  # checksum of the weights
 

@@ -226,7 +226,6 @@ def _resolve(result: DictConfig, references: list[str], tree: dict, section: str
 
 
 def _copy(cfg: DictConfig | dict) -> DictConfig:
-    """Deep copy with the parent of `cfg`."""
     if isinstance(cfg, DictConfig):
         return copy.deepcopy(cfg)
     return OmegaConf.create(cfg, flags={"allow_objects": True})

@@ -108,7 +108,6 @@ def key(default: Any, required: bool = False, **more: Any) -> Any:
 
 
 def of_checkpoint(fallback: Any = ABSENT, **more: Any) -> Any:
-    """A field that says how the weights look."""
     return key(ABSENT, fallback=fallback, of_checkpoint=True, **more)
 
 

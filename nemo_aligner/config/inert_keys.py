@@ -333,8 +333,7 @@ def notes_on(given: Mapping[str, Any], table: Mapping[str, Inert]) -> list[str]:
 def check_model_keys(cfg: DictConfig | Mapping[str, Any]) -> list[str]:
     """Check the keys of the `model` section that a model is built from, with what the checkpoint
     says; returns notes worth a warning: keys without effect, and unknown ones. References in other
-    keys than those of the tables are not resolved. `ConfigError`: a value that would change the
-    model and is not supported.
+    keys are not resolved. `ConfigError`: a value that would change the model and is not supported.
     """
     read = {key.split(".")[1] for key in (*ONLY, *INERT_ARCHITECTURE)}
     section = {f"model.{name}": to_plain(cfg[name]) for name in cfg if name in read}

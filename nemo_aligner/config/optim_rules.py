@@ -1,8 +1,6 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Optimizers and schedules that `model.optim` can name, and the rules of their keys. The tables
-are data; `training/optim.py` builds what they name, and calls `check_optim` again.
-"""
+"""Optimizers and schedules that `model.optim` can name, as tables, and the rules of their keys."""
 
 import math
 from collections.abc import Mapping
@@ -81,9 +79,7 @@ _RATIOS = ("warmup_ratio", "hold_ratio", "constant_ratio")
 
 
 def check_optim(optim: Mapping[str, Any]) -> None:
-    """Keys that are absent or null have their defaults. `ConfigError`: an unknown name, a key that
-    is missing, or a value that cannot work.
-    """
+    """`ConfigError`: an unknown name, a missing key, a value that cannot work; null: default."""
     v = Values({"model": {"optim": optim}})
     known: tuple[tuple[str, Mapping, Mapping], ...] = (
         ("model.optim.name", OPTIMIZERS, dict.fromkeys(OTHER_OPTIMIZERS, _NO_OTHER)),

@@ -48,9 +48,8 @@ def pad_vocab_size(vocab_size: int, multiple: int, tensor_model_parallel_size: i
 
 
 def count_vocab_rows(cfg: Any, vocab_size: int) -> int:
-    """Rows of the embedding table by `cfg`, a complete `model` section: `override_vocab_size`,
-    rounded up for the TP ranks (`ConfigError`: smaller than `vocab_size`), else `vocab_size`
-    padded.
+    """Rows of the embedding table by `cfg`, a complete `model` section: `override_vocab_size`
+    (`ConfigError`: below `vocab_size`) rounded up for the TP ranks, else `vocab_size` padded.
     """
     tp, rows = cfg.tensor_model_parallel_size, cfg.override_vocab_size
     if not rows:

@@ -169,9 +169,7 @@ def _check_sizes(v: Values, section: str, key: str, dp: dict[str, int]) -> None:
 
 
 def check_shared_queue(section: str, use_flask: bool | None, expert_parallel: int) -> None:
-    """Raise `ConfigError` if ranks that hold each other's experts would draw prompts from one
-    queue; `section`: "trainer.ppo." or "", for the message.
-    """
+    """Refuse one queue for ranks that hold each other's experts; `section`: for the message."""
     if use_flask and expert_parallel > 1:
         raise ConfigError(
             f"{section}batch_iterator.use_flask=True does not work with "

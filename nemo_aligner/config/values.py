@@ -140,9 +140,7 @@ class Values:
             raise ConfigError(f"{key}={low} is above {other}={high}; lower it.")
 
     def multiple(self, whole: str, *parts: str, times: Mapping[str, int]) -> None:
-        """Raise `ConfigError` unless the size at key `whole` is a multiple of the product of those
-        at `parts` and of the sizes in `times`; no check if one of the keys is not set.
-        """
+        """Refuse a size at `whole` that is no multiple of the others' product, if all are set."""
         total = self.whole(whole, minimum=1)
         factors = {part: self.whole(part, minimum=1) for part in parts}
         given = {part: size for part, size in factors.items() if size is not None}

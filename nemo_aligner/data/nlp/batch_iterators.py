@@ -95,7 +95,7 @@ class StoreBatchIterator(DefaultBatchIterator):
 
 
 class HTTPBatchIterator(StoreBatchIterator):
-    """With NeMo-Aligner's arguments for its Flask server, which are not used."""
+    """A `StoreBatchIterator` with the arguments for NeMo-Aligner's Flask server, not used."""
 
     def __init__(self, shared_set: Any, host: str, port: int, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -146,7 +146,6 @@ def other_prompt(first: Record, second: Record) -> str:
 
 
 def _said(message: Message) -> tuple[str, str, Any]:
-    """Who speaks, the text, and the calls of tools."""
     names = ("from", "value") if "from" in message else ("role", "content")
     speaker, content = (message.get(name) for name in names)
     role = str(speaker).lower()
@@ -253,7 +252,6 @@ def _text(content: Any, what: str) -> str:
 
 
 def _call(call: Any, what: str) -> Any:
-    """A call of a tool, with its arguments as an object."""
     check_kind(call, dict, what)
     if isinstance(call.get("function"), dict):
         return call | {"function": _call(call["function"], what)}

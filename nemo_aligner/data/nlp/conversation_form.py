@@ -106,7 +106,6 @@ class ConversationForm(ABC):
 
 
 def _conversation(record: Record) -> list[Message]:
-    """The messages of a conversation, which ends with a response."""
     messages = conversation_messages(record)
     check_response(messages, conversation_field(record) or "")
     return messages

@@ -32,7 +32,7 @@ _MAGIC = {b"PAR1": ".parquet", b"\x1f\x8b": ".gz", b"\x28\xb5\x2f\xfd": ".zst"}
 
 
 class DataFile(NamedTuple):
-    """`path`: of a file or folder, or a pattern; `columns`: None: those of all files."""
+    """An entry of a list of data files; `columns` of this one alone, None: those of all."""
 
     path: str
     columns: Mapping[str, Any] | None = None
@@ -100,9 +100,7 @@ def open_sources(path: Path, data_impl: str, index_dir: str | None) -> list[Reco
 
 
 def open_quickly(path: Path, data_impl: str, index_dir: str | None) -> list[RecordSource]:
-    """As `open_sources`, but of folders, patterns, tokens and large files that are unpacked only
-    whether they exist is checked.
-    """
+    """As `open_sources`, but of what takes long to open it checks only that it exists."""
     names = [f"{path}.idx", f"{path}.bin"] if data_impl == "mmap" else [str(path)]
     exists = all(glob.glob(name, recursive=True) or Path(name).exists() for name in names)
     if exists and not (data_impl.startswith("json") and path.is_file()):

@@ -207,8 +207,7 @@ Dataset = TypeVar("Dataset", bound=type)
 
 def accepts_nemo_aligner_call(cls: Dataset) -> Dataset:
     """Decorator of a `FileDataset`: it accepts NeMo-Aligner's arguments too. The records of `data`
-    are written to a file that lives as long as the dataset; `documents`, `seed` and `drop_last`
-    decide nothing.
+    are written to a file that lives as long as the dataset; the other arguments decide nothing.
     """
     own_init = cls.__init__  # type: ignore[misc]
 
@@ -296,7 +295,7 @@ def blend(by_file: list[np.ndarray], weights: Sequence[float], size: int) -> np.
 def documents_within(
     lengths: np.ndarray, seq_length: int, name: str, what: str, are_longer: str
 ) -> np.ndarray:
-    """Numbers of those of at most `seq_length` tokens, the others counted; `UserError`: none."""
+    """Documents of at most `seq_length` tokens; the others are counted. `UserError`: none."""
     documents = np.flatnonzero(lengths <= seq_length)
     if not len(documents):
         raise UserError(

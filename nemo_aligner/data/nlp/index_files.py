@@ -59,7 +59,7 @@ def code_fingerprint() -> str:
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str | None:
-    """Of what decides how it cuts a text; None where that cannot be read: nothing is kept then."""
+    """A hash of what decides how it cuts a text; None if that cannot be read: nothing is kept."""
     inner: Any = getattr(tokenizer, "tokenizer", None)
     if hasattr(inner, "backend_tokenizer"):  # of Hugging Face, fast
         state = inner.backend_tokenizer.to_str()
@@ -146,7 +146,7 @@ def keep_file(
 def keep_copy(
     data: Path, index_dir: str | None, stem: str, ending: str, write: Callable[[Path], None]
 ) -> Path:
-    """Where no folder can be written the copy lives as long as this process."""
+    """The copy's path; where no folder can be written it lives as long as this process."""
     from nemo.utils import logging
 
     name = f"{stem}-{key(file_fingerprint(data))}{ending}"

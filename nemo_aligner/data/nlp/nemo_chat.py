@@ -179,7 +179,6 @@ class NeMoChat(ConversationForm):
     def _trained(
         self, source: Source, number: int, turn: Turn, part: Sequence[int]
     ) -> tuple[int, int]:
-        """Start and end of the tokens of a turn that are trained on."""
         context = 0 if source.kind == TEXT_TO_VALUE else 1
         if number < context:
             return 0, 0  # it is the context of the others, whoever speaks

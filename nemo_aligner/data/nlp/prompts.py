@@ -87,7 +87,6 @@ class RLHFDataset(EncodedDataset):
         return self.data_cfg.get("sample_weight") if self.name == "train" else None
 
     def _weight(self, document: int) -> float:
-        """What its record says in the column `sample_weight`; 1 without that key."""
         column = self._weight_column
         if not column:
             return 1.0

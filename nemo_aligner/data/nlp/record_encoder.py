@@ -105,8 +105,7 @@ class RecordEncoder:
     begin with it, up to the last `prompt_end` that both share. Texts stay as they are. In a form
     all are conversations; in one that nobody has asked for only records that hold messages.
 
-    `data_cfg` is `model.data`; `form` None: `chat_form`'s. A length is exact above `limit`, else
-    possibly an upper bound.
+    `form` None: `chat_form`'s. A length is exact above `limit`, else possibly an upper bound.
     """
 
     def __init__(
@@ -283,7 +282,6 @@ class RecordEncoder:
         return heads[0][:common] == heads[1][:common] and _letters(first) == _letters(second)
 
     def _prompt_text(self, record: Record) -> str | np.ndarray | None:
-        """The text of a prompt that stays as it is; None for a conversation."""
         prompt = record.get("prompt")
         if self.form_of(record) is None and "text" not in record and prompt is not None:
             return plain_texts(record, "prompt", allow_blank=True)[0]
@@ -313,7 +311,6 @@ class RecordEncoder:
         return text
 
     def _fixed(self, record: Record) -> Record:
-        """A record whose texts are mended with `model.data.apply_ftfy`."""
         fix = self.encode_text.fix_text
 
         def fixed(value: Any) -> Any:

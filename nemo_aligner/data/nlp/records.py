@@ -176,9 +176,7 @@ class Records(Sequence):
         return f"{source.path}, {source.unit} {row}"
 
     def first_rows(self) -> Iterator[tuple[Path, Record, set[str]]]:
-        """Of each entry with a record the path, its first record, and its columns but for those
-        that `columns` reads.
-        """
+        """Of each entry with records: path, first record, columns that `columns` does not read."""
         for path, first, count in zip(self.paths, self.first_of_file, self.counts, strict=True):
             if count:
                 number, place = self._place(int(first))

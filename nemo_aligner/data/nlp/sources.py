@@ -53,9 +53,7 @@ class RecordSource:
 
 
 class JsonLinesFile(RecordSource):
-    """A file with one JSON object per line; blank lines do not count. The content of a compressed
-    one is its unpacked copy, or bytes.
-    """
+    """One JSON object per line, but for blank lines; a compressed file is read unpacked."""
 
     unit = "line"
 
