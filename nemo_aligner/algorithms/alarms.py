@@ -1,15 +1,14 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Alarms: they notice, at run time, failures that training would otherwise hide.
+"""Alarms: at run time they notice failures that training would otherwise hide.
 
-Every alarm watches a metric. Some end the run, on all ranks together, because no later number
-could be trusted: a policy that is not its reference at step 0, rewards, losses and gradients that
-are not finite (`training/finite.py`), replicas that drift apart (`parallel/replicas.py`). The
-others warn past a threshold of the section `alarms` (null switches one off): once when the state
-begins, and not again until it has ended. docs/troubleshooting.md lists them all.
+Some end the run, on all ranks together: a policy that is not its reference at step 0, rewards,
+losses and gradients that are not finite (`training/finite.py`), replicas that drift apart
+(`parallel/replicas.py`). The others warn, once until it has ended, that a metric is past its
+threshold in the section `alarms` (docs/troubleshooting.md).
 
-Shapes: B samples of a rollout on this rank, N over all data-parallel (DP) ranks, S padded length.
-Tensors per transition are `[B, S-1]`; `nemo_aligner.core.types` has their alignment.
+Shapes: B samples of a rollout on this rank, S padded length, `[B, S-1]` per transition, aligned as
+in `nemo_aligner.core.types`. DP: data-parallel.
 """
 
 import contextlib
@@ -48,8 +47,6 @@ Metrics = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Watched:
-    """A quantity with a threshold, and what it means when it is past it."""
-
     key: str  # of the threshold in the section `alarms`; also the quantity's name in messages
     bad_above: bool  # True if the quantity is bad above the threshold, False if below
     meaning: str  # the usual causes, and what to do
@@ -59,7 +56,6 @@ class Watched:
     quantity: Callable[[Metrics], float | None] | None = None
 
     def value(self, metrics: Metrics) -> float | None:
-        """The quantity; None if `metrics` do not hold it."""
         return self.quantity(metrics) if self.quantity else metrics.get(self.key)
 
 
@@ -199,19 +195,16 @@ class Alarms:
 
     @property
     def needs_sampling_logprobs(self) -> bool:
-        """Whether the sampler must tell the log-probs of the tokens that it chose."""
         return "sampling_mismatch" in self.thresholds
 
     def concern(self, metrics: Metrics) -> bool:
-        """Whether a threshold is set for one of the quantities in `metrics`."""
         return any(w.key in self.thresholds and w.value(metrics) is not None for w in WARNINGS)
 
     def watch(self, metrics: Metrics, step: int, age: int | None = None) -> dict[str, int]:
-        """Warn of the quantities in `metrics` (equal on all ranks) that have passed their
-        thresholds; one that is absent or NaN leaves its warning as it is.
+        """Warn of quantities in `metrics` (equal on all ranks) past their thresholds; one that is
+        absent or NaN leaves its warning as it is. Returns `alarms_active`, how many warnings last.
 
-        `age` is how many steps ago they began at chance; None: `step`. Returns `alarms_active`,
-        the number of warnings whose state lasts, to be logged with the metrics.
+        `age`: steps since the quantities began at chance; None: `step`.
         """
         for watched in WARNINGS:
             value, now = watched.value(metrics), step if age is None else age
@@ -243,9 +236,7 @@ class Alarms:
     def check_replicas(
         self, model: SupervisedInterface, step: int, timer: ScopedTimer | None = None
     ) -> None:
-        """Every `replica_check_interval` steps, compare the weights of the replicas:
-        `ReplicaError` on every rank; all call it. `timer` gets the time as `replica_check`.
-        """
+        """Every `replica_check_interval` steps: `ReplicaError`, on all ranks, if they differ."""
         if not self.replica_check_interval or step % self.replica_check_interval:
             return
         with timer("replica_check") if timer else contextlib.nullcontext():
@@ -258,11 +249,8 @@ class Alarms:
 def sampling_ratio_metrics(
     logprobs: Tensor, sampling_logprobs: Tensor, mask: Tensor
 ) -> dict[str, float]:
-    """How far the sampler's probabilities of the tokens are from the trainer's, over all DP ranks,
-    which all call: `sampling_ratio_mean_error`, the mean of |rho - 1| with rho = exp(logprobs -
-    sampling_logprobs), and `sampling_ratio_max`, the largest of rho and 1 / rho.
-
-    Args are `[B, S-1]`; slots outside the mask may hold anything.
+    """The mean of |rho - 1|, and the largest of rho and 1 / rho, over all DP ranks, which all
+    call; rho = exp(logprobs - sampling_logprobs). Args `[B, S-1]`, with anything outside the mask.
     """
     mask = mask.bool()
     difference = torch.where(mask, logprobs - sampling_logprobs, 0).nan_to_num(nan=torch.inf)
@@ -274,10 +262,8 @@ def sampling_ratio_metrics(
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
-    """1 - Var(returns - values) / Var(returns) over the tokens of all DP ranks, which all call.
-
-    1 is a perfect critic, 0 one that knows the mean at best. NaN if the returns do not vary. Args
-    are `[B, S-1]`.
+    """1 - Var(returns - values) / Var(returns) over the tokens of all DP ranks, which all call;
+    NaN if the returns do not vary. Args are `[B, S-1]`.
     """
     group = parallel_state.get_data_parallel_group()
     error = torch.where(mask.bool(), returns - values, 0)
@@ -290,9 +276,7 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
 def rollout_health(
     rollout_batch: RolloutBatch, data: PPOTrainBatch | ReinforceTrainBatch
 ) -> dict[str, float]:
-    """The quantities above whose tensors are present, over the samples of all DP ranks; all ranks
-    call it.
-    """
+    """The quantities above whose tensors are present, of all DP ranks; all ranks call it."""
     metrics: dict[str, float] = {}
     if "sampling_logprobs" in rollout_batch:
         metrics |= sampling_ratio_metrics(
@@ -313,8 +297,7 @@ def check_policy_equals_reference(
     logprobs: Tensor, init_logprobs: Tensor, mask: Tensor
 ) -> dict[str, float]:
     """Before the first update policy and reference have the same weights, so their log-probs must
-    be the same bits: `PolicyReferenceError`, on all ranks, if they are not, as training would hide
-    it. Args are `[B, S-1]`; all ranks call it. Returns `policy_reference_difference`: 0.
+    be the same bits; else `PolicyReferenceError`, on all ranks, which all call. Args `[B, S-1]`.
     """
     largest = _largest_over_dp(
         torch.where(mask.bool(), (logprobs - init_logprobs).abs(), 0).nan_to_num(nan=torch.inf)

@@ -1,13 +1,12 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The critic job: a critic model (and, combined with it, a reward model) that remote actors use,
-train and save.
+"""The critic job: a critic (and, combined with it, a reward model) that remote actors use, train
+and save.
 
 Path of a request: thread of its endpoint (decode, check) -> queue -> main thread of rank 0 -> all
-ranks compute -> reply. See servers/server_loop.py (threads, the end of the job), scoring.py (infer
-requests) and schema.py (tensors). N is the number of samples of a request, n that of one
-data-parallel rank's share, S the padded token length; column t of a [N, S-1] tensor belongs to the
-prediction of token t+1.
+ranks compute -> reply; see servers/server_loop.py, scoring.py and schema.py (tensors). N samples
+of a request, n of one data-parallel rank's share, S padded token length; column t of [N, S-1]
+predicts token t+1.
 """
 
 import collections
@@ -73,8 +72,6 @@ REMEMBERED_REQUESTS = 64
 
 @dataclass(frozen=True)
 class _Save:
-    """A save that was asked for."""
-
     step: int  # optimizer steps of the weights
     actor_step: int  # that they belong to
     # without a value, or an error, when the checkpoint is complete, or cannot be
@@ -82,19 +79,15 @@ class _Save:
 
 
 class CriticServerTrainer:
-    """Trains the critic, and serves `critic_infer`, `critic_train`, `critic_save`, `critic_resume`
-    and `critic_status`.
+    """Trains the critic, and serves the endpoints of its actors (`critic_*`).
 
     Args:
-        cfg: `trainer.ppo` of the critic's configuration; missing keys have the defaults of
-            gpt_ppo_critic.yaml.
+        cfg: `trainer.ppo`; missing keys have the defaults of gpt_ppo_critic.yaml.
         model: the critic, with the reward model if both are served here.
-        logger: gets the metrics of each optimizer step.
         tokenize_func: list of str -> (tokens int64 [N, S], lengths int64 [N]).
         gbs: samples of one optimizer step, over all data-parallel ranks.
         model_forward_micro_batch_size: samples of one forward pass per data-parallel rank.
-        server: the section `server` of the critic's configuration; missing keys have their
-            defaults.
+        server: the section `server`; missing keys have their defaults.
     """
 
     def __init__(
@@ -165,16 +158,13 @@ class CriticServerTrainer:
 
     @property
     def _saving(self) -> _Save | None:
-        """The newest save, while its outcome is not known."""
         save = self._last_save
         return None if save is None or save.outcome.done() else save
 
     def state_dict(self) -> dict[str, int]:
-        """Return the counters that a checkpoint stores."""
         return {"step": self.step, "actor_step": self.actor_step}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Continue from the counters of a checkpoint."""
         self.step = self.saved_step = int(state_dict["step"])
         self.actor_step = int(state_dict.get("actor_step", schema.UNKNOWN_STEP))
         self._written = self.step, self.actor_step
@@ -222,7 +212,6 @@ class CriticServerTrainer:
         self.run_server()
 
     def server_infer(self, **inputs: Array) -> Arrays:
-        """Handle `critic_infer`."""
         return self._scorer.reply_to(inputs, self._loop)
 
     def server_train(self, **inputs: Array) -> Arrays:
@@ -245,7 +234,6 @@ class CriticServerTrainer:
         return self._reply_to(request_id)
 
     def _reply_to(self, request_id: str) -> Arrays:
-        """Return the reply to a request whose update has been made, or raise its error."""
         reply = self._replies[request_id]
         if isinstance(reply, Exception):
             raise OperationFailedError(
@@ -254,7 +242,6 @@ class CriticServerTrainer:
         return reply
 
     def _train_once(self, request_id: str, arrays: Arrays) -> None:
-        """Train, and keep the outcome for `_reply_to`, unless an error comes first."""
         step = self.step
         try:
             reply: Arrays | Exception = self._submit(ServerSignal.TRAIN, arrays)
@@ -294,7 +281,6 @@ class CriticServerTrainer:
         return reply
 
     def server_resume(self, **inputs: Array) -> Arrays:
-        """Handle `critic_resume`."""
         with self._scorer.turns.changing():
             self._submit(ServerSignal.RESUME, {"actor_step": np.ravel(inputs["actor_step"])})
         return self.server_status()
@@ -314,7 +300,6 @@ class CriticServerTrainer:
         return self._loop.submit(signal_, arrays)
 
     def _recover(self, signal_: ServerSignal) -> None:
-        """Finish what the model was prepared for, after all ranks failed alike."""
         finish, self._finish = self._finish, None
         if finish is not None:
             finish()
@@ -323,7 +308,6 @@ class CriticServerTrainer:
 
     @property
     def control(self) -> ControlGroup:
-        """Return the group that carries request data."""
         return self._scorer.control
 
     @contextlib.contextmanager
@@ -341,8 +325,7 @@ class CriticServerTrainer:
         """Score a batch: values float32 [N, S] and, when combined, rewards float32 [N, 1].
 
         Every rank calls it, rank 0 with `tokens` int64 [N, S] and `sequence_lengths` int64 [N] or
-        [N, 1] (or `sentences`), by name or as one dict; rank 0 gets the arrays, the others an
-        empty dict.
+        [N, 1] (or `sentences`), by name or as one dict; the others get an empty dict.
         """
         return self._scorer.run({**(inputs or {}), **named})
 
@@ -357,12 +340,10 @@ class CriticServerTrainer:
             return {"rewards": torch.as_tensor(rewards).reshape(-1, 1), "values": values}
 
     def _score_values(self, *samples: Tensor | None) -> dict[str, Tensor]:
-        """As `_score_rows`, the values alone."""
         with self._scoring():
             return {"values": self.model.infer(samples[:2])}
 
     def _score_rewards(self, *samples: Tensor | None) -> dict[str, Tensor]:
-        """As `_score_rows`, the rewards alone."""
         with self._scoring():
             rewards = self.model.infer_rewards(samples[:2])
             return {"rewards": torch.as_tensor(rewards).reshape(-1, 1)}
@@ -376,7 +357,6 @@ class CriticServerTrainer:
             yield
 
     def _check_training(self, inputs: Inputs) -> Arrays:
-        """Return the arrays of a train request, or of a piece of one, after checking them."""
         names = ("tokens", "returns", "prev_values", "mask")
         arrays = {name: array for name in names if (array := inputs.get(name)) is not None}
         missing = [name for name in names if name not in arrays]
@@ -406,11 +386,9 @@ class CriticServerTrainer:
         return self._update(self.control.from_rank_zero(lambda: self._check_training(inputs)))
 
     def _train(self, **arrays: Array) -> Arrays:
-        """Run `ServerSignal.TRAIN`; rank 0 has the arrays of `_check_training`."""
         return self._update(self.control.from_rank_zero(lambda: arrays))
 
     def _update(self, arrays: Arrays) -> Arrays:
-        """`run_training` on the arrays of `_check_training`, which every rank has."""
         losses = []
         # Empty rows, whose mask is 0, up to whole batches.
         arrays = {name: pad_rows(array, self.gbs) for name, array in arrays.items()}
@@ -487,17 +465,13 @@ class CriticServerTrainer:
         self._check_save()
 
     def _check_save(self) -> None:
-        """Note the end of the save, if it has come; every rank calls it."""
         self._end_save(self.ckpt_callback.check_save)
 
     def _finish_save(self) -> None:
-        """Wait for the end of the save that is being written; every rank calls it."""
         self._end_save(self.ckpt_callback.finish_save)
 
     def _end_save(self, end: Callable[[], None]) -> None:
-        """Call `end`, and note the outcome of the save: for the request that waits for it, and
-        of a complete checkpoint in the counters.
-        """
+        """Note a save's outcome, for the request that waits for it and in the counters."""
         save = self._saving
         if save is None:
             return

@@ -1,8 +1,6 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Direct preference optimization (DPO, IPO, RPO): the supervised loop, with the log-probs of the
-reference policy in each batch.
-"""
+"""DPO, IPO and RPO: the supervised loop, with the reference's log-probs in each batch."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -38,9 +36,7 @@ class DPOTrainer(SupervisedTrainer):
         return super().validation_step(self.with_reference(batch))
 
     def with_reference(self, batch: Any) -> Any:
-        """`batch` with the log-probs of the reference policy; they are computed unless the data
-        have them.
-        """
+        """`batch` with the reference's log-probs, computed unless the data have them."""
         samples = batch if self.collate_fn is None else self.collate_fn(batch)
         columns = tuple(self.model.REFERENCE_COLUMNS)
         if all(column in samples for column in columns):
@@ -57,8 +53,6 @@ def dpo_custom_collate(
     eod_mask_loss: bool = False,
     pad_length_to_multiple_of: int | None = None,
 ) -> DirectPairBatch:
-    """A batch of items of `DPOModelDataset`, by NeMo-Aligner's name; its other arguments are not
-    used: the items are padded, and attention is causal.
-    """
+    """A batch of items of `DPOModelDataset`; the other arguments, NeMo-Aligner's, are not used."""
     pairs: DirectPairBatch = default_collate(batch)
     return pairs

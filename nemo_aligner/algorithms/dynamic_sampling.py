@@ -1,8 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Dynamic sampling (Yu et al. 2025, DAPO, arXiv:2503.14476, section 3.2): prompts whose responses
-all have the same reward teach nothing, so others are drawn until a rollout is full of prompts that
-teach something.
+"""Dynamic sampling (Yu et al. 2025, DAPO, arXiv:2503.14476, section 3.2): in place of prompts
+whose responses all have the same reward, which teach nothing, others are drawn.
 
 Shapes: N samples of the rounds over all data-parallel ranks, whole prompts of n responses each.
 """
@@ -62,9 +61,7 @@ class DrawnPrompts:
         return all(self.differ[place] for place in self.places)
 
     def chosen(self) -> tuple[PPORolloutBatch, Scores, PPORolloutBatch]:
-        """`(rollout, scores, drawn)`: the samples of the prompts to train on, and those of all
-        rounds with `rewards`; all ranks call it.
-        """
+        """`(rollout, scores, drawn)`: the prompts to train on, all rounds; all ranks call it."""
         drawn = PPORolloutBatch.from_rollout_batches(self.rounds, self.eos_id, None)
         first = torch.tensor(self.places)[:, None] * self.responses
         kept = drawn.select((first + torch.arange(self.responses)).flatten())
@@ -77,7 +74,6 @@ class DrawnPrompts:
         return kept, scores, drawn
 
     def metrics(self, drawn: PPORolloutBatch) -> dict[str, float]:
-        """What was drawn for the rollout, over all data-parallel ranks."""
         counts = response_mask(drawn.columns).any(1)
         return {
             "prompts_drawn": len(self.idx),

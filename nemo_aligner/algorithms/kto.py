@@ -1,8 +1,6 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Kahneman-Tversky optimization (KTO): the loop of DPO over single responses, each of them
-desirable or not.
-"""
+"""Kahneman-Tversky optimization (KTO): DPO's loop over responses that are desirable or not."""
 
 from torch import Tensor
 from torch.utils.data import default_collate
@@ -12,11 +10,7 @@ from nemo_aligner.core.types import LabelledResponseBatch
 
 
 class KTOTrainer(DPOTrainer):
-    """Trains a policy on responses with labels.
-
-    The arguments are those of `DPOTrainer`, `cfg` is `trainer.kto`; missing keys take their values
-    from `conf/gpt_kto.yaml`.
-    """
+    """Trains a policy on labelled responses; `cfg` is `trainer.kto`, the rest as `DPOTrainer`."""
 
     JOB = ("gpt_kto", "trainer.kto")
 
@@ -28,8 +22,6 @@ def kto_custom_collate(
     reset_attention_mask: bool = False,
     eod_mask_loss: bool = False,
 ) -> LabelledResponseBatch:
-    """A batch of items of `KTOModelDataset`, by NeMo-Aligner's name and with its arguments, which
-    are not used: items are padded, and attention is causal.
-    """
+    """A batch of items of `KTOModelDataset`; the other arguments, NeMo-Aligner's, are not used."""
     samples: LabelledResponseBatch = default_collate(batch)
     return samples

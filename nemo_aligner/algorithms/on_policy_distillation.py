@@ -1,10 +1,8 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
 """On-policy distillation (generalized knowledge distillation, arXiv:2306.13649, algorithm 1): the
-supervised loop, with the logits of a served teacher in each batch, and in a share of the batches
-the student's own responses in place of the data's.
-
-Shapes: B samples on this data-parallel rank, S padded length.
+supervised loop with a served teacher's logits, in a share of the batches on the student's own
+responses. Shapes: B samples on this data-parallel rank, S padded length.
 """
 
 from collections.abc import Mapping
@@ -40,7 +38,6 @@ class OnPolicyDistillationTrainer(SupervisedTrainer):
         self.seed = int(self.model.cfg.seed)
 
     def is_on_policy(self, step: int) -> bool:
-        """Whether the update after `step` others learns from the student's own responses."""
         # Samples use streams of index >= 0 of this step.
         number = sample_seeds(self.seed, step, torch.tensor([-2]))[0]
         return float(number) / 2**63 < self.fraction
@@ -57,7 +54,6 @@ class OnPolicyDistillationTrainer(SupervisedTrainer):
         return self.train_on(with_logits, metrics)
 
     def validation_step(self, batch: Any) -> tuple[float, Mapping[str, float | Tensor]]:
-        """Loss and metrics of a global batch of the data's responses, unlearned; on all ranks."""
         return super().validation_step(self.with_logits(batch))
 
     def with_own_responses(self, batch: ResponseBatch) -> tuple[ResponseBatch, Tensor]:
@@ -71,7 +67,6 @@ class OnPolicyDistillationTrainer(SupervisedTrainer):
         return response_batch(batch, generated), generated.is_end
 
     def with_logits(self, batch: ResponseBatch) -> dict[str, Tensor]:
-        """`batch` as a `DistillationBatch`, with the teacher's logits behind each token."""
         longest = int(batch["lengths"].max())
         tokens, labels, mask = (
             batch[key][:, :longest] for key in ("tokens", "labels", "loss_mask")
@@ -97,7 +92,6 @@ def response_batch(batch: ResponseBatch, generated: GenerationOutput) -> Respons
 
 
 def _mean_over_dp(values: Tensor) -> float:
-    """Mean over the samples of all data-parallel ranks; all call it."""
     numbers = torch.tensor([float(values.double().sum()), len(values)], dtype=torch.float64)
     total, count = sum_over_dp(numbers.to(get_device())).tolist()
     return float(total / count)

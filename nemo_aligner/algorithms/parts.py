@@ -1,8 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
 """The door for parts that a user wrote: NeMo-Aligner's interface of each is enough, and what it
-lacks of `core/interfaces.py` is added. Constructors of trainers and servers pass what they are
-handed through these functions; a complete part comes back as it is.
+lacks of `core/interfaces.py` is added; a complete part comes back as it is.
 """
 
 import functools
@@ -24,8 +23,6 @@ from nemo_aligner.servers.futures import OtherFuture, await_on_source, wait_for_
 
 
 class _Completed:
-    """A part with what is added to it, which wins over its own."""
-
     def __init__(self, part: Any, added: Mapping[str, Any]):
         self._part, self._added = part, added
 
@@ -55,9 +52,7 @@ class _RankZeroOutcome(OtherFuture):
 
 
 def scores_of(infer: Callable[[Rollout], Any]) -> Callable[[Rollout], PendingScores]:
-    """`infer_rm` or `infer_rm_critic` of a client, whose future need not have `scores()`: its
-    `result()` may give rewards, or (rewards, values).
-    """
+    """`infer_rm` or `infer_rm_critic`; its future need not have `scores()`: see `_read_scores`."""
 
     def ask(rollout: Rollout) -> PendingScores:
         future: Any = infer(rollout)
@@ -100,7 +95,6 @@ def complete_critic(client: Any) -> Critic:
 
 
 def _read_loss(got: Any) -> float | None:
-    """The critic's loss from what a train request gave, if it is there."""
     loss = got.get("loss_mean") if isinstance(got, Mapping) else got
     return None if loss is None else float(torch.as_tensor(loss).flatten()[0])
 
@@ -135,9 +129,7 @@ def complete_outputs(logger: Any, callback: Any) -> tuple[Logger, Any]:
 def _save(
     callback: Any, monitor_candidates: Mapping[str, Any], is_train_end: bool, trainer_state: Any
 ) -> None:
-    """`callback.custom_save` as NeMo-Aligner calls it: the candidates are tensors, the counters of
-    `trainer_state` among them. An error of one rank is raised by all.
-    """
+    """Call `callback` as NeMo-Aligner does, with tensors; an error of one rank is all's."""
     numbers = {k: v for k, v in monitor_candidates.items() if isinstance(v, (int, float, Tensor))}
     candidates = {name: torch.as_tensor(number) for name, number in numbers.items()}
     failed = []

@@ -1,10 +1,8 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
 """What PPO and REINFORCE share: rollouts with the log-probs of the policy and of its reference,
-scored, and dealt to the ranks as training data.
-
-`PolicyGradientTrainer.generate_rollouts` is the first half of a step. What becomes of the rewards
-(`make_data`), and the second half, `learn`, are the algorithms': `ppo.py` and `reinforce.py`.
+scored, and dealt to the ranks as training data. What becomes of the rewards (`make_data`) and
+`learn` are the algorithms' own.
 
 Shapes: N samples of a rollout over all data-parallel (DP) ranks (prompts x responses to each), B
 of them on this rank, S padded length (prompt + response). Tensors per transition are `[B, S-1]`;
@@ -12,12 +10,10 @@ of them on this rank, S padded length (prompt + response). Tensors per transitio
 
 The split of the work does not change the numbers:
 
-* a sample's random stream depends on (seed, step, dataset index, number of the response), not on
-  the rank or micro-batch that generates it;
-* a gathered rollout is put in the order of dataset index and response before it is shuffled,
-  whichever rank generated what;
+* a sample's random stream depends on (seed, step, dataset index, number of the response) alone;
+* a gathered rollout is put in the order of dataset index and response before it is shuffled;
 * one seeded permutation of the N samples is cut into global batches of G, and each of these into
-  one share per DP rank. So update k sees the same G samples with any number of ranks (`deal`).
+  one share per DP rank, so update k sees the same G samples with any number of ranks (`deal`).
 """
 
 from abc import abstractmethod
@@ -130,13 +126,10 @@ class PolicyGradientTrainer(RolloutTrainer):
         self, sampling_step: int | None = None
     ) -> tuple[Any, dict[str, Any], dict[str, float]]:
         """One rollout with the current policy: `(data, metrics, timings)`; all ranks call it.
+        `UserError`: a KL is to be measured, and the policy has no reference.
 
-        `sampling_step` selects the random streams of the samples; None: `self.step`. `data` is
-        that of `make_data`, with `sample_order` int64 `[B]`, places in the shuffled rollout of all
-        ranks.
-
-        Raises:
-            UserError: a KL is to be measured, and the policy has no reference.
+        `sampling_step` selects the random streams; None: `self.step`. `data` is that of
+        `make_data`, with `sample_order` int64 `[B]`, places in the shuffled rollout of all ranks.
         """
         if self.compute_init_policy_kl:
             self.model.check_reference_policy()
@@ -168,14 +161,11 @@ class PolicyGradientTrainer(RolloutTrainer):
 
     @property
     def needs_sampling_logprobs(self) -> bool:
-        """Whether the sampler's log-probs are compared with the trainer's."""
         return self.alarms.needs_sampling_logprobs
 
     @property
     def source_of_logprobs(self) -> str | None:
-        """Where a rollout's log-probs of the policy come from: "recompute", a pass of their own;
-        "sampler", generation; None: they are not needed.
-        """
+        """Where they come from: a pass to "recompute" them, the "sampler", or None: not needed."""
         return "recompute"
 
     def compute_rollout_metrics(self, rollout_batch: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -229,7 +219,6 @@ class PolicyGradientTrainer(RolloutTrainer):
         return rollout, scores, everything, drawn.metrics(everything)
 
     def _local_share(self, rollout: PPORolloutBatch, epoch: int = 0) -> PPORolloutBatch:
-        """This rank's samples of a gathered rollout, as shuffled for `epoch` over it."""
         return local_share(rollout, self.seed, self.step, self.cfg.model_gbs, epoch)
 
     def _with_logprobs(self, rollout: PPORolloutBatch) -> RolloutBatch:
@@ -249,9 +238,7 @@ class PolicyGradientTrainer(RolloutTrainer):
         return local
 
     def _check_first_kl(self, local: RolloutBatch, mask: Tensor) -> dict[str, float]:
-        """Before the first update of a fresh run the policy must be its reference, unless it
-        starts from other weights.
-        """
+        """A fresh run's policy must be its reference, unless it starts from other weights."""
         is_fresh = not (self.optimization_step or self.resumed)
         if not (self.compute_init_policy_kl and is_fresh and self.model.starts_as_reference):
             return {}
@@ -260,9 +247,7 @@ class PolicyGradientTrainer(RolloutTrainer):
     def global_batches(
         self, data: Mapping[str, Tensor], epochs: int = 1
     ) -> Iterator[dict[str, Tensor]]:
-        """This rank's share of each global batch, in `epochs` epochs over the rollout, each in its
-        own order.
-        """
+        """This rank's share of each global batch, of `epochs`, each in its own order."""
         first = PPORolloutBatch(dict(data))
         gathered = first
         for epoch in range(epochs):

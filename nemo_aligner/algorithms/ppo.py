@@ -1,21 +1,15 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Proximal policy optimization of a Megatron policy against a critic and a reward model in other
-processes.
+"""Proximal policy optimization against a critic and a reward model in other processes.
 
-`PolicyGradientTrainer.generate_rollouts` and `PPOTrainer.learn` are the algorithm;
-`RolloutTrainer.run_step` calls one after the other. The trainer uses the policy only through
-`AlignableGenerativeInterface` and the critic only through futures (`Critic` of
-`core/interfaces.py`). It does not depend on tensor or pipeline parallelism: the ranks of one
-data-parallel (DP) replica hold equal batches and all call the same methods. `ppo_data.py` turns
-rewards into advantages. For estimators without a critic, the critic is replaced by an object that
-returns rewards only.
-
-Rollouts are those of `PolicyGradientTrainer`, which also says why the split of the work does not
-change the numbers.
+`PolicyGradientTrainer.generate_rollouts` and `PPOTrainer.learn` are the algorithm. The trainer
+uses the policy only through `AlignableGenerativeInterface` and the critic only through futures
+(`Critic` of `core/interfaces.py`). The ranks of one data-parallel (DP) replica hold equal batches
+and all call the same methods. `ppo_data.py` turns rewards into advantages. For estimators without
+a critic, an object that returns rewards only replaces it.
 
 References: Schulman et al. 2017 (arXiv:1707.06347), eq. 7 for the clipped loss, eq. 11 for the
-advantages; Stiennon et al. 2020 (arXiv:2009.01325), section 3.4, for the KL term in the reward.
+advantages; Stiennon et al. 2020 (arXiv:2009.01325), section 3.4, for the KL in the reward.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -68,10 +62,7 @@ from nemo_aligner.training.finite import naming_step
 
 
 class PPOTrainer(PolicyGradientTrainer):
-    """Trains a policy with PPO; see `fit`, and the base class for attributes.
-
-    `ppo_optimization_step` counts the finished optimizer updates.
-    """
+    """Trains a policy with PPO; `ppo_optimization_step` counts the optimizer updates."""
 
     SECTION, NAME = "ppo", "PPO"
     WAIT_TIMER = "critic_wait"
@@ -98,20 +89,16 @@ class PPOTrainer(PolicyGradientTrainer):
         reward_weights: Sequence[float] = (),
         teacher: Teacher | None = None,
     ):
-        """As the base class, and:
+        """As the base class, and (`ConfigError`: values that cannot work together):
 
         Args:
-            rm_critic: critic and reward model; the latter alone, with the same methods, where the
-                `advantage_estimator` needs no critic.
+            rm_critic: critic and reward model; where no critic is needed the latter alone.
             max_response_length: most tokens of a response, where an overlong penalty ends.
             kl_loss_coef: of the model's loss; above 0 the updates get the reference's log-probs.
             rollout_logprobs: "recompute" (a pass of their own) or "sampler" (generation).
             advantages_of: a user's own advantages (`ppo_data.own_advantages`).
             reward_weights: of an ensemble's models in the order of their names, for gdpo.
             teacher: gives its log-probs of what the policy says; with `teacher_kl_coef`.
-
-        Raises:
-            ConfigError: values of `trainer.ppo` and `model.ppo` that cannot work together.
         """
         learner = cfg, model, optimizer, scheduler
         prompts = train_dataloader_builder, val_dataloader_builder, collate_fn, batch_iterator_cls
@@ -166,11 +153,7 @@ class PPOTrainer(PolicyGradientTrainer):
     ppo_optimization_step = property(attrgetter("optimization_step"))
 
     def fit(self) -> None:
-        """As the base class, after a comparison of the actor's step with the critic's.
-
-        Raises:
-            UserError: they resume from different steps; says how to bring them together.
-        """
+        """As the base class; `UserError`: actor and critic resume from different steps."""
         if not self.critic_is_checked:
             self.rm_critic.check_status(self.step, self.ckpt_callback.saved_at("step"))
             self.critic_is_checked = True  # from here on the critic is ahead of its checkpoint
@@ -179,11 +162,10 @@ class PPOTrainer(PolicyGradientTrainer):
     # ------------------------------------------------------------------------------- the algorithm
 
     def learn(self, data: PPOTrainBatch, rollout_metrics: dict[str, Any]) -> dict[str, Any]:
-        """Let critic and actor learn from the rollout, and adapt the weight of the KL penalty.
+        """Let critic and actor learn from the rollout, at once, and adapt the weight of the KL.
 
-        The critic learns while the actor does. Its future is awaited after the actor's updates, so
-        that a failed critic update ends the run with the server's error, and no later request can
-        overtake it.
+        The critic's future is awaited after the actor's updates, so that a failed critic update
+        ends the run with the server's error, and no later request can overtake it.
         """
         critic_update = self.rm_critic.train(data)
         columns = cast(dict[str, Tensor], data)
@@ -243,8 +225,7 @@ class PPOTrainer(PolicyGradientTrainer):
 
         for number, metrics in enumerate(self.updates(until_reached())):
             if target_kl is not None:
-                # The largest KL of all ranks decides: should a bit differ between them, they must
-                # still stop together.
+                # The largest KL of all ranks decides: they must stop together.
                 found = {"approx_kl": metrics["approx_kl"]}
                 largest = all_reduce_dict(found, torch.float64, op=torch.distributed.ReduceOp.MAX)
                 is_reached = largest["approx_kl"] > target_kl
@@ -262,9 +243,7 @@ class PPOTrainer(PolicyGradientTrainer):
 
     @property
     def source_of_logprobs(self) -> str:
-        """Before the first update always a pass of their own: policy and reference are compared to
-        the bit.
-        """
+        """Before the first update "recompute": policy and reference are compared to the bit."""
         first = not self.optimization_step and not self.resumed
         return "recompute" if first else self.rollout_logprobs
 
@@ -278,18 +257,15 @@ class PPOTrainer(PolicyGradientTrainer):
         return {"actor_loss": metrics["loss"]} | super().update_counters(metrics)
 
     def _finish_critic_update(self, critic_update: Pending[float | None]) -> dict[str, float]:
-        """Wait for the critic's update; log its loss beside the actor's, at the last optimizer
-        update of this step.
-        """
+        """Log the critic's loss beside the actor's, at the last update of this step."""
         critic_loss = critic_update.result()  # None: there is no critic
         metrics = {} if critic_loss is None else {"critic_loss": float(critic_loss)}
         self.log_update(metrics)
         return metrics
 
     def before_first_step(self) -> None:
-        """Validate if asked to, and warm the critic up: rollouts that train the critic only.
-
-        Their prompts are given back: the actor starts at the first one.
+        """Validate if asked to, and warm the critic up: rollouts that train the critic only. Their
+        prompts are given back: the actor starts at the first one.
         """
         super().before_first_step()
         for i in range(self.critic_warmup_steps):
@@ -312,9 +288,8 @@ class PPOTrainer(PolicyGradientTrainer):
     ) -> None:
         """Save actor and critic side by side; all ranks call it.
 
-        If the actor saves in the background, the next save, or the end of the job, waits for both.
-        So each has two checkpoints at least when it begins a third, and the two are never farther
-        apart than one.
+        If the actor saves in the background, the next save, or the end of the job, waits for both:
+        so the two are never farther apart than one checkpoint.
         """
         self.finish_saves()
         with self.ready_to_save():
@@ -324,14 +299,12 @@ class PPOTrainer(PolicyGradientTrainer):
                 self.finish_saves()
 
     def finish_saves(self) -> None:
-        """Wait for what actor and critic save in the background; all ranks call it."""
         super().finish_saves()
         critic_save, self._critic_save = self._critic_save, None
         if critic_save is not None:
             critic_save.result()
 
     def state_dict(self) -> dict[str, Any]:
-        """The counters, the weight of an adaptive KL, and the moments of the rewards."""
         moments = {} if self.reward_moments is None else asdict(self.reward_moments)
         kept = {"reward_moments": moments} if moments else {}
         return super().state_dict() | self.kl_controller.state_dict() | kept

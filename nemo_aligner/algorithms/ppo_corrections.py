@@ -1,10 +1,8 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
 """What becomes of advantages before the updates: weights against a sampler that is not the
-trainer, and the tokens that Clip-Cov and KL-Cov treat apart.
-
-Shapes: B samples of a rollout on this rank, S padded length; tensors per transition are
-`[B, S-1]`. All data-parallel ranks call these functions.
+trainer, and the tokens that Clip-Cov and KL-Cov treat apart. All data-parallel ranks call these
+functions. Shapes: B samples on this rank, S padded length, `[B, S-1]` per transition.
 """
 
 import torch
@@ -26,10 +24,7 @@ def correct_for_sampler(
     advantages: Tensor, rollout_batch: RolloutBatch, mask: Tensor, settings: SamplerCorrection
 ) -> tuple[Tensor, dict[str, float]]:
     """Advantages times their importance weights, and metrics of all ranks (docs/metrics.md).
-
-    Args:
-        rollout_batch: with `logprobs` and `sampling_logprobs`; slots outside the mask may hold
-            anything.
+    `rollout_batch` has `logprobs` and `sampling_logprobs`, anything outside the mask.
     """
     difference = rollout_batch["logprobs"] - rollout_batch["sampling_logprobs"]
     log_ratio = torch.where(mask.bool(), difference, 0)
@@ -60,13 +55,10 @@ def treat_covariant_tokens(
     mask: Tensor,
     settings: CovarianceSettings,
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """`advantages`, 0 for the tokens that Clip-Cov chooses; with KL-Cov also `old_kl_coefs`
-    f32 `[B, S-1]`, the weight of each token's KL to the policy that generated; and metrics of all
-    ranks.
-
-    Args:
-        rollout_batch: with `sample_order`, `response_tokens` and `is_end`; tokens of responses
-            that were cut off are no candidates.
+    """`advantages`, 0 for the tokens that Clip-Cov chooses; with KL-Cov also `old_kl_coefs` f32
+    `[B, S-1]`, each token's weight of the KL to the policy that generated; and metrics of all
+    ranks. `rollout_batch` has `sample_order`, `response_tokens` and `is_end`; tokens of responses
+    that were cut off are no candidates.
     """
     mask = mask * rollout_batch["is_end"][:, None]  # by default the loss has no others
     columns = {"logprobs": logprobs, "advantages": advantages, "mask": mask}
@@ -82,5 +74,4 @@ def treat_covariant_tokens(
 
 
 def mean_over_dp(values: Tensor, mask: Tensor) -> float:
-    """Mean of `values` where `mask` is non-zero, over all data-parallel ranks."""
     return float(masked_global_mean_var(values, mask, parallel_state.get_data_parallel_group())[0])

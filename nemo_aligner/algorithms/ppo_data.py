@@ -1,11 +1,10 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""From a scored rollout to the data of the updates: rewards with KL, advantages, returns, and
-their metrics.
+"""From a scored rollout to the data of the updates: rewards with KL, advantages, returns, metrics.
 
-Shapes: B samples of a rollout on this rank, N over all data-parallel (DP) ranks, S padded length
-(prompt + response). Tensors per transition are `[B, S-1]`; `nemo_aligner.core.types` has their
-alignment. All DP ranks call these functions.
+All data-parallel (DP) ranks call these functions. Shapes: B samples of a rollout on this rank, N
+over all DP ranks, S padded length; per transition `[B, S-1]`, aligned as in
+`nemo_aligner.core.types`.
 """
 
 from __future__ import annotations
@@ -77,8 +76,7 @@ class DataSettings:
     teacher_kl_discount: float
     # most tokens of a response; needed for the overlong penalty only
     max_response_length: int | None = None
-    # a user's own, in place of those of the estimator: (rewards, mask, prompts, values), of the
-    # samples of all ranks, to [N, S-1]
+    # of a user: (rewards, mask, prompts, values), of the samples of all ranks, to [N, S-1]
     advantages_of: Callable[..., Tensor] | None = None
     # of an ensemble's models, in the order of their names; needed for gdpo only
     reward_weights: Sequence[float] = ()
@@ -93,13 +91,11 @@ class DataSettings:
 
     @property
     def corrects_sampler(self) -> bool:
-        """Whether advantages depend on the sampler's log-probs."""
         correction = self.sampler_correction
         return correction.weights is not None or correction.reject is not None
 
     @property
     def estimator(self) -> AdvantageEstimator:
-        """What follows from the choice of `advantage_estimator`."""
         return ADVANTAGE_ESTIMATORS[self.advantage_estimator]
 
     def rescaled_by(self) -> str | None:
@@ -121,7 +117,6 @@ class DataSettings:
 
 
 def harm_of_kl(setting: str, remedy: str) -> str:
-    """What is wrong with a KL in the reward that is not k1, for a warning."""
     return (
         f"{setting}: in the reward this does not hold the policy to the reference, "
         f"however large initial_policy_kl_penalty is. Set {remedy}, unless you repeat "
@@ -130,7 +125,6 @@ def harm_of_kl(setting: str, remedy: str) -> str:
 
 
 def make_kl_controller(cfg: DictConfig) -> FixedKLController | AdaptiveKLController:
-    """The controller of the KL penalty's weight that `trainer.ppo` asks for."""
     if cfg.adaptive_kl is not None and cfg.adaptive_kl.enable:
         return AdaptiveKLController(
             cfg.initial_policy_kl_penalty, cfg.adaptive_kl.target, cfg.adaptive_kl.horizon
@@ -141,9 +135,7 @@ def make_kl_controller(cfg: DictConfig) -> FixedKLController | AdaptiveKLControl
 def make_ppo_data(
     rollout_batch: RolloutBatch, settings: DataSettings, kl_penalty: float
 ) -> tuple[PPOTrainBatch, dict[str, Any]]:
-    """Training data of this rank's samples of a scored rollout: `(data, metrics)`; see
-    `PPOTrainer.generate_ppo_data`. `kl_penalty` is beta, the weight of the KL in the reward.
-    """
+    """`(data, metrics)`; see `PPOTrainer.generate_ppo_data`. `kl_penalty`: beta, of the KL."""
     mask = response_mask(rollout_batch)
     columns = cast(dict[str, Tensor], rollout_batch)
     response = {
@@ -229,9 +221,8 @@ def with_normalized_rewards(rollout_batch: RolloutBatch, moments: RunningMoments
 def shape_rewards(
     rollout_batch: RolloutBatch, mask: Tensor, settings: DataSettings
 ) -> tuple[Tensor, Tensor | None, dict[str, float]]:
-    """Rewards clipped and less the penalty of overlong responses: what each response gets at its
-    end, `[B]`, and its tokens get, `[B, S-1]`, None without rewards of tokens; and metrics of
-    that.
+    """Rewards clipped and less the penalty of overlong responses: of each response at its end,
+    `[B]`, and of its tokens, `[B, S-1]`, or None; and metrics of that.
     """
     counts, metrics, of_tokens = mask.bool().any(-1), {}, None
     given, where = rollout_batch["rewards"], counts
@@ -336,8 +327,7 @@ def own_advantages(
 def compare_responses(
     scores: Tensor, idx: Tensor, mask: Tensor, estimator: Callable[..., Tensor]
 ) -> tuple[Tensor, dict[str, float]]:
-    """Advantages `[B, S-1]` of responses over the others to the same prompt, which may be on other
-    DP ranks; and metrics of that.
+    """Advantages `[B, S-1]` of responses over the others to the same prompt, on any DP rank.
 
     Args:
         scores: `[B]` or `[B, K]`, of whole responses.
@@ -357,9 +347,7 @@ def compare_responses(
 
 
 def fraction_without_signal(advantages: Tensor, idx: Tensor, valid: Tensor) -> float:
-    """Share of the prompts with a valid response whose responses all have an advantage of 0; all
-    arguments are `[N]`, gathered over all DP ranks.
-    """
+    """Share of the prompts whose valid responses all have an advantage of 0; args `[N]`."""
     group, size = group_rows(idx)
 
     def any_in_group(samples: Tensor) -> Tensor:
@@ -370,9 +358,8 @@ def fraction_without_signal(advantages: Tensor, idx: Tensor, valid: Tensor) -> f
 
 
 def compare_steps(token_rewards: Tensor, idx: Tensor, scored: Tensor, mask: Tensor) -> Tensor:
-    """Advantages `[B, S-1]` of GRPO with process supervision: the rewards of the steps, sums over
-    their tokens, compared with those of all steps to the same prompt, which may be on other DP
-    ranks. `scored`, bool `[B, S-1]`, is True where a step ends.
+    """Advantages `[B, S-1]` of GRPO with process supervision: sums of rewards over steps, compared
+    with those of all steps to the same prompt, on any DP rank. `scored`: True where a step ends.
     """
     gathered = PPORolloutBatch(
         rewards=sums_of_steps(token_rewards, scored, mask), idx=idx, scored=scored, mask=mask
@@ -386,9 +373,8 @@ def compare_steps(token_rewards: Tensor, idx: Tensor, scored: Tensor, mask: Tens
 def teach(
     response: Mapping[Any, Tensor], mask: Tensor, settings: DataSettings
 ) -> tuple[Tensor | None, dict[str, float]]:
-    """The advantages that a teacher gives, `[B, S-1]`, and metrics of that; None without a
-    teacher: of each token minus the log-ratio of policy and teacher, which is the reverse KL in
-    expectation, with those of later tokens discounted.
+    """A teacher's advantages `[B, S-1]` (None without one), and metrics: of each token minus the
+    log-ratio of policy and teacher, in expectation the reverse KL, with later tokens' discounted.
     """
     if "teacher_logprobs" not in response:
         return None, {}
@@ -405,9 +391,7 @@ def shape_advantages(
     advantages: Tensor, of_teacher: Tensor | None, mask: Tensor, settings: DataSettings
 ) -> tuple[Tensor, dict[str, float]]:
     """Advantages `[B, S-1]` normalized, with those of a teacher added, and clipped; and metrics.
-
-    Those of compared responses are not normalized, nor are those of a teacher: they have a scale
-    of their own.
+    Those of compared responses and of a teacher have a scale of their own, so are not normalized.
     """
     if settings.normalize_advantages and not settings.estimator.compares_responses:
         advantages = normalize_tensor(advantages, mask, group=_dp_group())
@@ -424,11 +408,7 @@ def shape_advantages(
 
 def mean_of_sample_means(values: Tensor, mask: Tensor) -> float:
     """Mean over the samples of all DP ranks of each sample's masked mean; samples without a masked
-    slot do not count.
-
-    Args:
-        values: `[B, S-1]`; slots outside the mask may hold anything, NaN included.
-        mask: `[B, S-1]`, non-zero where a slot counts.
+    slot do not count. Args `[B, S-1]`; slots outside the mask may hold anything, NaN included.
     """
     count = (mask != 0).sum(-1)
     return mean_over_dp(masked_sum(values, mask, dim=-1) / count.clamp(min=1), count > 0)

@@ -1,14 +1,12 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Log-probs of the reference policy for whole datasets, computed once and kept in files, not anew
-in every epoch and every job.
+"""Log-probs of the reference policy for whole datasets, computed once and kept in files.
 
 A folder has `shards` pairs of files. Shard k has the items k, k + shards, k + 2 shards, ...: in
-`k.values` float32 the log-probs of the tokens that count (column t of `[S-1]` predicts token t+1),
-all samples of an item one after the other; in `k.items` int64 `[items of the shard, 2]` how many
-these are, and a checksum of the item's tokens and masks. S is the width of an item. `meta.json`
-says how many items and shards there are, the manifest of `checkpoint/checksums.py` that all files
-are what was written.
+`k.values` float32 the log-probs of the tokens that count (column t of `[S-1]` predicts token t+1;
+S is the width of an item), an item's samples one after the other; in `k.items` int64 `[items of
+the shard, 2]` how many these are, and a checksum of the item's tokens and masks. `meta.json` has
+the numbers of items and shards, the manifest of `checkpoint/checksums.py` the files' checksums.
 """
 
 import contextlib
@@ -49,9 +47,7 @@ TOGETHER = 16
 
 
 class ShardWriter:
-    """Writes one shard, of this number, to a folder that exists; items come in their order. An
-    `OSError` says what cannot be written.
-    """
+    """Writes one shard, of this number, to a folder that exists; items come in their order."""
 
     def __init__(self, folder: Path, shard: int) -> None:
         self._values = (folder / f"{shard}.values").open("wb")
@@ -61,12 +57,8 @@ class ShardWriter:
     def add(
         self, item: Mapping[str, Tensor], columns: Mapping[str, str], rows: Sequence[Tensor]
     ) -> None:
-        """Append the log-probs of an item.
-
-        Args:
-            columns: key of the log-probs in an item -> key of the mask `[S]` of the tokens that
-                count.
-            rows: float32 `[S-1]` each, in the order of `columns`.
+        """Append an item's log-probs, `rows` float32 `[S-1]` each, in the order of `columns`: key
+        of the log-probs in an item -> key of the mask `[S]` of the tokens that count.
         """
         values = [
             row[item[mask][1:] != 0].float()
@@ -76,7 +68,6 @@ class ShardWriter:
         self._items.append((sum(map(len, values)), checksum(item)))
 
     def close(self) -> None:
-        """Write what is still in memory."""
         self._values.close()
         self._path.write_bytes(np.array(self._items, dtype=np.int64).tobytes())
 
@@ -91,11 +82,9 @@ def checksum(item: Mapping[str, Tensor]) -> int:
 
 
 class WithReferenceLogProbs(Dataset[dict[str, Tensor]]):
-    """The items of a dataset, whose index -1 is an empty slot, with the log-probs of a reference
-    policy, float32 `[S-1]`, 0 where no token counts; `columns` are those of `ShardWriter.add`.
-
-    Raises:
-        UserError: the folder is of other items; also when an item is read that it was not made of.
+    """The items of a dataset, whose index -1 is an empty slot, with a reference's log-probs,
+    float32 `[S-1]`, 0 where no token counts; `columns` are those of `ShardWriter.add`.
+    `UserError`: the folder is of other items, at once or when an item is read.
     """
 
     def __init__(self, dataset: Any, folder: Path, columns: Mapping[str, str]) -> None:
@@ -145,12 +134,9 @@ def with_reference_log_probs(
     model: ReferencePolicyMixin, dataset: Any, root: Path, checkpoint: Path, name: str
 ) -> WithReferenceLogProbs:
     """`dataset` (`name`) with the log-probs of the reference policy, which is `model` with its
-    present weights (without adapters). They are computed unless a job before has; all ranks call
-    it.
-
-    Each data-parallel rank computes a share of the items and writes a file, so `root` is on a file
-    system that all ranks see. Of several jobs that compute the same, each does, and the first one
-    that is ready keeps its files. `checkpoint` is where the weights come from.
+    present weights (without adapters), those of `checkpoint`. They are computed unless a job
+    before has, each data-parallel rank a share, in files that all ranks must see; all call it. Of
+    several jobs that compute the same, the first one that is ready keeps its files.
 
     Raises:
         SaveError: a file cannot be written; on all ranks.
@@ -246,9 +232,7 @@ def _rename(partial: Path, folder: Path) -> None:
 def _write_shards(
     model: ReferencePolicyMixin, dataset: Any, partial: Path, folder: Path, name: str
 ) -> None:
-    """Compute the log-probs of all items; of each TP x PP x CP group one rank writes a shard to
-    `partial`, which will be `folder`.
-    """
+    """Of each TP x PP x CP group one rank writes a shard to `partial`, which will be `folder`."""
     shard = parallel_state.get_data_parallel_rank()
     shards = parallel_state.get_data_parallel_world_size()
     rank = parallel_state.get_rank()

@@ -1,15 +1,14 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""REINFORCE of a Megatron policy against reward models in other processes, with the other
-responses to a prompt as the baseline.
+"""REINFORCE (RLOO, Ahmadian et al. 2024, arXiv:2402.14740) against reward models in other
+processes.
 
-`PolicyGradientTrainer.generate_rollouts` with `ReinforceTrainer.make_data`, and
-`ReinforceTrainer.learn`, are the algorithm (RLOO, Ahmadian et al. 2024, arXiv:2402.14740):
-generate several responses to each prompt, score them, subtract the KL to the reference and the
-mean of the prompt's other responses, and raise the likelihood of each response by what is left.
+`PolicyGradientTrainer.generate_rollouts` with `make_data`, and `learn`, are the algorithm: score
+several responses to each prompt, subtract the KL to the reference and the mean of the prompt's
+other responses, and raise the likelihood of each response by what is left.
 
-Shapes: B samples of a rollout on this rank, N over all data-parallel (DP) ranks, S padded length.
-Tensors per transition are `[B, S-1]`; `nemo_aligner.core.types` has their alignment.
+Shapes: B samples of a rollout on this rank, N over all data-parallel (DP) ranks, S padded length;
+per transition `[B, S-1]`, aligned as in `nemo_aligner.core.types`.
 """
 
 from collections.abc import Mapping
@@ -57,10 +56,7 @@ RESPONSES_KEY = "trainer.reinforce.num_rollouts_per_prompt"
 
 
 class ReinforceTrainer(PolicyGradientTrainer):
-    """Trains a policy with REINFORCE; see `fit`, and the base class for attributes.
-
-    `reinforce_optimization_step` counts the finished optimizer updates.
-    """
+    """Trains a policy with REINFORCE; `reinforce_optimization_step` counts the updates."""
 
     SECTION, NAME = "reinforce", "REINFORCE"
     WAIT_TIMER = "rm_wait"
@@ -99,7 +95,6 @@ class ReinforceTrainer(PolicyGradientTrainer):
     reinforce_optimization_step = property(attrgetter("optimization_step"))
 
     def learn(self, data: ReinforceTrainBatch, rollout_metrics: dict[str, Any]) -> dict[str, Any]:
-        """One update per global batch of the rollout."""
         return self.train_policy(self.global_batches(cast(dict[str, Tensor], data)))
 
     def make_data(self, local: RolloutBatch) -> tuple[ReinforceTrainBatch, dict[str, Any]]:
@@ -119,12 +114,8 @@ class ReinforceTrainer(PolicyGradientTrainer):
         Args:
             rollout_batch: `response_tokens` int64 `[B, S]`; `response_lengths`, `prompt_lengths`,
                 `idx` int64 `[B]`; `is_end` bool `[B]`; `rewards` f32 `[B]`; with a KL penalty
-                `logprobs` and `init_logprobs` f32 `[B, S-1]`, whose slots outside the response may
-                hold anything, NaN included.
-
-        Returns:
-            data: a `ReinforceTrainBatch`.
-            metrics: of all ranks.
+                `logprobs` and `init_logprobs` f32 `[B, S-1]`, with anything, NaN too, outside the
+                response.
         """
         mask = response_mask(rollout_batch)
         rewards, is_end = rollout_batch["rewards"], rollout_batch["is_end"]
@@ -166,5 +157,4 @@ class ReinforceTrainer(PolicyGradientTrainer):
 
     @property
     def source_of_logprobs(self) -> str | None:
-        """The log-probs of a rollout are for its KL alone."""
         return "recompute" if self.compute_init_policy_kl else None

@@ -1,11 +1,8 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The reward-model job: a reward model, or a function, behind one endpoint; and
-the teacher of on-policy distillation.
-
-See servers/server_loop.py (threads, the end of the job), scoring.py (requests) and schema.py
-(tensors). N is the number of samples of a request, n that of one data-parallel rank's share, S the
-padded token length.
+"""The reward-model job: a reward model, or a function, behind one endpoint; and the teacher of
+on-policy distillation. See servers/server_loop.py, scoring.py and schema.py (tensors). N samples
+of a request, n of one data-parallel rank's share, S padded token length.
 """
 
 import dataclasses
@@ -29,14 +26,10 @@ from nemo_aligner.servers.server_loop import Frontend, ServerLoop
 @dataclasses.dataclass
 class RewardModelServer:
     """Serves one endpoint, `model_name`: sentences or tokens in, the reward [N, 1] of each sample
-    out, or its attributes [N, A].
-
-    Every rank of the job constructs it, with a model that is ready for inference, and calls
-    `run_server`.
+    out, or its attributes [N, A]. Every rank of the job constructs it and calls `run_server`.
 
     Raises:
-        ConfigError: there is no token although one is needed, or it or another file cannot be
-            read.
+        ConfigError: a token that is needed is missing, or a file cannot be read.
     """
 
     NAME: ClassVar[str] = "reward server"
@@ -108,7 +101,6 @@ class RewardModelServer:
         self._loop.run()
 
     def endpoint(self) -> schema.Endpoint:
-        """What it serves, by its default name."""
         return schema.reward_model_endpoint(self.per_token, self.attributes)
 
     def run_subscriber_loop(self) -> None:
@@ -159,9 +151,7 @@ class RewardModelServer:
 @dataclasses.dataclass
 class TeacherServer(RewardModelServer):
     """Serves one endpoint, `model_name`: tokens in, the K largest logits behind each of them out,
-    and log-probs of the next ones.
-
-    The attributes are those of the base class, of which `infer_fn` gives `Taught`.
+    and log-probs of the next ones. `infer_fn` gives `Taught`.
     """
 
     NAME: ClassVar[str] = "teacher server"
@@ -170,7 +160,6 @@ class TeacherServer(RewardModelServer):
         return schema.teacher_endpoint()
 
     def infer(self, **inputs: Array) -> Arrays:
-        """The largest logits of the samples of a request (`schema.teacher_endpoint`)."""
         reply = super().infer(**inputs)
         if reply:
             reply["topk_token_ids"] = reply["topk_token_ids"].astype(np.int32)
@@ -179,9 +168,7 @@ class TeacherServer(RewardModelServer):
     def _score_rows(
         self, tokens: Tensor, lengths: Tensor, prompt_lengths: Tensor | None
     ) -> dict[str, Tensor]:
-        """Logits and their tokens [n, S, K], log-sum-exp and log-probs [n, S], of this rank's
-        samples.
-        """
+        """Logits and their tokens [n, S, K], log-sum-exp and log-probs [n, S]."""
         found: Any = self.infer_fn((tokens, lengths))
         return {
             "topk_logits": found.logits,

@@ -1,8 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What trainers that learn from their own rollouts share: the loop over the steps with progress,
-validation, saving and the time limit; counters and resuming; alarms, timers and logging; and the
-collection of a rollout. The algorithms themselves are in `ppo.py` and `rs.py`.
+"""What trainers share that learn from their own rollouts: the loop with validation, saving and the
+time limit, counters and resuming, alarms, timers and logging, and collecting a rollout.
 
 Shapes: N samples of a rollout over all data-parallel (DP) ranks, B of them on this rank, G the
 global batch of one optimizer update.
@@ -95,8 +94,7 @@ class RolloutTrainer(TrainingLoop):
         step: finished steps (one rollout and what is learned from it).
         consumed_samples: prompts that rollouts have used.
         optimization_step: finished optimizer updates.
-        train_df, val_df: tables of the newest samples: of the rollouts since the start of this
-            process, and of the validations.
+        train_df, val_df: newest samples of this process's rollouts, and of the validations.
     """
 
     SECTION: ClassVar[str]  # name of the algorithm's sections: trainer.<name> and model.<name>
@@ -174,7 +172,6 @@ class RolloutTrainer(TrainingLoop):
 
     @property
     def epoch(self) -> int:
-        """Finished epochs over the prompts."""
         return self.step // self.num_steps_per_epoch
 
     @property
@@ -193,7 +190,6 @@ class RolloutTrainer(TrainingLoop):
     # ------------------------------------------------------------------------------------- a step
 
     def run_step(self) -> dict[str, Any]:
-        """One step: a rollout, and what is learned from it; returns its metrics."""
         with self.timer.forgotten_on_error():
             with self.phase("rollout_time"):
                 data, rollout_metrics, timings = self.generate_rollouts()
@@ -217,16 +213,13 @@ class RolloutTrainer(TrainingLoop):
     def run_training(
         self, dataloader_iter: Iterable[dict[str, Tensor]]
     ) -> tuple[float, dict[str, Any]]:
-        """One optimizer update per global batch (each rank has its share of it): loss and metrics
-        of the last one; all ranks call it.
-        """
+        """One update per global batch: loss and metrics of the last one; all ranks call it."""
         last: dict[str, Any] = {"loss": 0.0}
         for metrics in self.updates(dataloader_iter):
             last = metrics
         return last["loss"], last
 
     def train_policy(self, batches: Iterable[dict[str, Tensor]]) -> dict[str, Any]:
-        """`run_training`, timed and watched by the alarms; returns its metrics."""
         with self.phase("train_time"):
             _, metrics = self.run_training(batches)
         self.alarms.watch(metrics, self.step)
@@ -242,9 +235,7 @@ class RolloutTrainer(TrainingLoop):
     def draw(
         self, prompts: Iterable[InferenceBatch], sampling_step: int, return_logprobs: bool = False
     ) -> CollectedRollout:
-        """`collect` responses to the next training prompts, which count as consumed; within
-        `inference`.
-        """
+        """`collect` responses to the next training prompts, which count as consumed."""
         collected = self.collect(
             prompts,
             self.num_rollouts_per_prompt,
@@ -289,14 +280,12 @@ class RolloutTrainer(TrainingLoop):
         gathered = PPORolloutBatch.from_rollout_batches(
             micro_batches, self.model.tokenizer.eos_id, min_width
         ).gather_and_balance_globally()
-        # The gathered order depends on the number of ranks; the order of the data set does not.
-        # Samples with the same key have the same prompt and random stream, so their order does
-        # not matter.
+        # The same with any number of ranks. Samples with the same key have the same prompt and
+        # random stream, so their order does not matter.
         order = gathered["sample_key"].argsort(stable=True)
         return CollectedRollout(gathered.select(order), order, pending)
 
     def send_off(self, rollout: Rollout, sampling_step: int) -> PendingScores:
-        """Have a micro-batch of `collect` scored."""
         return self.score(rollout)
 
     def wait_for_scores(self, collected: CollectedRollout, with_values: bool = True) -> Scores:
@@ -317,12 +306,10 @@ class RolloutTrainer(TrainingLoop):
         return gathered
 
     def rollout_metrics(self, rollout: Rollout, scores: Scores) -> dict[str, Any]:
-        """Means over the samples of a rollout of all ranks."""
         return compute_rollout_metrics(rollout, scores)
 
     @contextlib.contextmanager
     def inference(self) -> Iterator[None]:
-        """Inside, the model generates, and no gradient is computed."""
         with torch.no_grad(), self.timer.forgotten_on_error():
             with self.timer("prepare_for_inference"):
                 self.model.prepare_for_inference()
@@ -331,9 +318,7 @@ class RolloutTrainer(TrainingLoop):
                 self.model.finish_inference()
 
     def run_validation(self) -> dict[str, Any]:
-        """Rewards and lengths of one response to each validation prompt, always from the same
-        random streams.
-        """
+        """Rewards and lengths of one response per prompt, always from the same random streams."""
         with self.inference():
             collected = self.collect(self.validation_prompts(), 1, VALIDATION_STEP)
             scores = self.wait_for_scores(collected, with_values=False)
@@ -342,7 +327,6 @@ class RolloutTrainer(TrainingLoop):
         return metrics
 
     def validate(self) -> dict[str, Any]:
-        """`run_validation`, timed and logged."""
         with (
             self.timer("validation_time"),
             naming_step(f"validation after {self.step} {self.NAME} steps"),
@@ -365,11 +349,8 @@ class RolloutTrainer(TrainingLoop):
     # ------------------------------------------------------------------------------------ updates
 
     def updates(self, batches: Iterable[dict[str, Tensor]]) -> Iterator[dict[str, Any]]:
-        """One optimizer update per global batch (each rank has its share of it), logged: yields
-        the metrics of each; all ranks iterate to the end.
-
-        Raises:
-            NonFiniteError: a loss or a gradient is NaN or infinite; names the update.
+        """An optimizer update per global batch (each rank has a share), logged: yields the metrics
+        of each; all ranks iterate to the end. `NonFiniteError` names the update.
         """
         self.model.prepare_for_training()
         for number, batch in enumerate(batches, 1):
@@ -388,11 +369,9 @@ class RolloutTrainer(TrainingLoop):
         self.optimizer.zero_grad()
 
     def update_counters(self, metrics: dict[str, Any]) -> dict[str, Any]:
-        """What the log of an update has beside its `metrics`."""
         return {"optim_step": self.optimization_step, f"{self.SECTION}_step": self.step}
 
     def log_update(self, metrics: dict[str, Any]) -> None:
-        """Log `metrics` at the last update."""
         self.logger.log_metrics(metrics, step=self.optimization_step, prefix="train_optim/")
 
     # -------------------------------------------------------------------------- logging of a step
@@ -404,9 +383,7 @@ class RolloutTrainer(TrainingLoop):
             yield
 
     def log_rollouts(self, metrics: dict[str, Any]) -> dict[str, Any]:
-        """Watch and log the metrics of a rollout; returns them with those of the alarms and
-        without the table.
-        """
+        """Watch and log a rollout's metrics; returns them, with the alarms', without the table."""
         metrics = metrics | self.alarms.watch(metrics, self.step)
         samples, logged = metrics.pop("table"), metrics | {"epoch": self.epoch + 1}
         self.logger.log_metrics(logged, step=self.step, prefix="train_rollouts/")
@@ -416,9 +393,7 @@ class RolloutTrainer(TrainingLoop):
         return metrics
 
     def generation_timings(self, rollout: Rollout) -> dict[str, float]:
-        """Seconds of the phases since the last call, and tokens and samples that one rank has
-        generated per second.
-        """
+        """Seconds of the phases since the last call, and what one rank generated per second."""
         timings = training_loop.consume_timings(self.timer)
         generated = generated_tokens(rollout).double()
         rank_seconds = max(timings["generate"], 1e-9) * parallel_state.get_world_size()
@@ -444,9 +419,7 @@ class RolloutTrainer(TrainingLoop):
 
     @contextlib.contextmanager
     def ready_to_save(self) -> Iterator[None]:
-        """Inside, a checkpoint can be written: optimizer states are back from host memory, and
-        every rank is here.
-        """
+        """Inside, optimizer states are back from host memory, and every rank is here."""
         self.model.prepare_for_training()
         if torch.cuda.is_available():
             torch.cuda.synchronize()

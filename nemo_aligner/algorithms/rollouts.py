@@ -37,7 +37,6 @@ class PPORolloutBatch(UserDict[str, Tensor]):
 
     @property
     def columns(self) -> RolloutBatch:
-        """The same columns as the plain dict that the mathematics takes."""
         return cast(RolloutBatch, self.data)
 
     @classmethod
@@ -48,11 +47,10 @@ class PPORolloutBatch(UserDict[str, Tensor]):
         ranks call it.
 
         Args:
-            rollout_batches: dicts with equal keys; values `[b]` or `[b, width]`. Empty on a rank
-                that drew no prompt.
+            rollout_batches: equal keys; values `[b]` or `[b, width]`. Empty on a rank without
+                prompts.
             eos_id: fills `response_tokens`; everything else is filled with 0.
-            rollout_batch_seq_length: least width of `response_tokens` (and, less 1, of other 2-D
-                tensors); None: the width of the widest.
+            rollout_batch_seq_length: least width of `response_tokens`, less 1 of others; or None.
         """
         batch = cls()
         for key, (dtype, width) in sorted(_common_layout(rollout_batches).items()):
@@ -246,15 +244,12 @@ def with_prompt_columns(rollout: Rollout, batch: InferenceBatch) -> dict[str, Te
 
 
 def score_columns(scores: Scores) -> dict[str, Tensor]:
-    """Those columns of the scores that there are, by their names."""
     columns = {key: column for key, column in vars(scores).items() if isinstance(column, Tensor)}
     return columns | {"rewards": scores.rewards.flatten()}
 
 
 def part_columns(scores: Scores) -> dict[str, Tensor]:
-    """`reward_parts` f32 `[b, K]`, the rewards of an ensemble's K models in the order of their
-    names; nothing without an ensemble.
-    """
+    """`reward_parts` f32 `[b, K]`, of an ensemble's K models by name; nothing without one."""
     parts = [scores.parts[name] for name in sorted(scores.parts)]
     return {"reward_parts": torch.stack(parts, dim=1)} if parts else {}
 
@@ -293,10 +288,8 @@ class CollectedRollout:
 
 
 def response_mask(rollout: Rollout) -> Tensor:
-    """f32 `[B, S-1]`: 1 on the transitions of the responses, their end tokens included.
-
-    It is 0 on prompts, observations and padding, and in the whole row of a stand-in for a prompt
-    that could not be used (`loss_multiplier` 0).
+    """f32 `[B, S-1]`: 1 on the transitions of the responses, their end tokens included; 0 on
+    prompts, observations and padding, and in rows of unusable prompts (`loss_multiplier` 0).
     """
     tokens = rollout["response_tokens"]
     mask = create_mask(
@@ -320,9 +313,7 @@ def generated_tokens(rollout: Rollout) -> Tensor:
 def sample_table(
     rollout: Rollout, scores: Scores, tokenizer: Tokenizer, num_samples: int | None = None
 ) -> list[dict[str, Any]]:
-    """Prompt and response of the first samples (None: of all), decoded, with their reward and
-    whether the response ended by itself.
-    """
+    """The first samples (None: all), decoded, with reward and whether they ended by themselves."""
     return [
         {
             **_texts(rollout, i, tokenizer),
@@ -335,10 +326,8 @@ def sample_table(
 
 def compute_rollout_metrics(rollout: Rollout, scores: Scores) -> dict[str, Any]:
     """Means over the samples of a gathered rollout (lengths in tokens), with `rewards_<name>` for
-    each reward model of an ensemble; with an environment `turns`, responses of a sample.
-
-    Stand-ins for prompts that could not be used (`loss_multiplier` 0) train nothing and are left
-    out of the means.
+    each reward model of an ensemble; with an environment `turns`, responses of a sample. Stand-ins
+    for prompts that could not be used (`loss_multiplier` 0) are left out.
     """
     lengths = rollout["response_lengths"].float()
     prompt_lengths = rollout["prompt_lengths"].float()
@@ -366,7 +355,6 @@ def compute_rollout_metrics(rollout: Rollout, scores: Scores) -> dict[str, Any]:
 
 
 def first_sample(rollout: Any, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Reward and texts of the first sample of a `Rollout` with `rewards`."""
     return {"reward": float(rollout["rewards"][0]), **_texts(rollout, 0, tokenizer)}
 
 

@@ -3,18 +3,14 @@
 """Rejection sampling of a Megatron policy against reward models in other processes.
 
 `RSTrainer.generate_rollouts` and `RSTrainer.learn` are the algorithm: generate several responses
-to each prompt, score them, keep the best of each prompt, and train on them with the likelihood
-loss. (Llama 2, arXiv:2307.09288, section 3.2.3, calls it rejection sampling fine-tuning; RAFT,
-arXiv:2304.06767, is the same with one response kept.) `RolloutTrainer.run_step` calls one after
-the other. The trainer speaks to the policy only through `AlignableGenerativeInterface` and to the
-reward models only through futures (`RewardSource` of `core/interfaces.py`).
+to each prompt, score them, keep the best, and train on them with the likelihood loss. (Llama 2,
+arXiv:2307.09288, section 3.2.3, calls it rejection sampling fine-tuning; RAFT, arXiv:2304.06767,
+keeps one response.) As in PPO (`policy_gradient.py`), the split of the work does not change the
+numbers; the permutation is one of the selected samples.
 
 Shapes: N samples of a rollout over all DP ranks (prompts x responses to each), M of them selected,
-B of these on this rank, S padded length (prompt + response). Tensors per transition are
-`[B, S-1]`; `nemo_aligner.core.types` has their alignment.
-
-As in PPO (`policy_gradient.py`), the split of the work does not change the numbers; the
-permutation is one of the selected samples.
+B of these on this rank, S padded length (prompt + response); per transition `[B, S-1]`, aligned as
+in `nemo_aligner.core.types`.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -57,10 +53,8 @@ from nemo_aligner.training.schedule import endless_batches
 
 
 class RSTrainer(RolloutTrainer):
-    """Trains a policy with rejection sampling; see `fit`, and the base class for attributes.
-
-    `rs_optimization_step` counts the finished optimizer updates. `consumed_samples` alone says
-    where in the data a resumed job continues.
+    """Trains a policy with rejection sampling; `rs_optimization_step` counts the updates.
+    `consumed_samples` alone says where in the data a resumed job continues.
     """
 
     SECTION, NAME = "rs", "RS"
@@ -109,7 +103,6 @@ class RSTrainer(RolloutTrainer):
     rs_optimization_step = property(attrgetter("optimization_step"))
 
     def learn(self, data: RSTrainBatch, rollout_metrics: dict[str, Any]) -> dict[str, Any]:
-        """Train on the selected responses."""
         columns = cast(dict[str, Tensor], data)
         return self.train_policy(shares_of_global_batches(columns, self.cfg.model_gbs))
 
@@ -119,10 +112,8 @@ class RSTrainer(RolloutTrainer):
         num_microbatches: int | None = None,
     ) -> tuple[Any, ...]:
         """Generate responses to the next prompts and select the best of them: `(data, metrics,
-        timings)` of `generate_rs_data`; all ranks call it.
-
-        With NeMo-Aligner's arguments, this rank's micro-batches of prompts and how many of them,
-        `(data, metrics)`.
+        timings)`; all ranks call it. With NeMo-Aligner's arguments, this rank's micro-batches and
+        how many of them, `(data, metrics)`.
         """
         if dataloader_iter is not None:
             return self._generate_rollouts(islice(dataloader_iter, num_microbatches))[:2]
@@ -149,10 +140,8 @@ class RSTrainer(RolloutTrainer):
 
     def generate_rs_data(self, rollout_batches: Rollout | Sequence[Rollout]) -> Any:
         """What the updates consume, of selected samples: `response_tokens` int64 `[B, S]`; `mask`
-        f32 `[B, S-1]`, 1 exactly on the responses' tokens (`response_mask`).
-
-        With a list of batches, as in NeMo-Aligner, of all of them, and a dict of metrics, which
-        is empty; all ranks call it then.
+        f32 `[B, S-1]`, 1 on the responses' tokens. With a list of batches, as in NeMo-Aligner, of
+        all of them, and an empty dict of metrics; all ranks call it then.
         """
         if not isinstance(rollout_batches, Mapping):
             joined = PPORolloutBatch.from_rollout_batches(
@@ -192,19 +181,15 @@ class RSTrainer(RolloutTrainer):
     def _select_best(
         self, rollout: PPORolloutBatch, scores: Scores
     ) -> tuple[PPORolloutBatch, Scores]:
-        """The `top_n_rollouts` best samples of each prompt, with their rewards.
-
-        The samples are in one order for any number of ranks, so that of equal rewards the same are
-        kept. Prompts are told apart by their dataset index: two may have the same text.
+        """The `top_n_rollouts` best samples of each prompt, with their rewards; of equal ones the
+        same with any number of ranks. Prompts differ by dataset index: two may have the same text.
         """
         columns = rollout.data | {"rewards": scores.rewards}
         selected = PPORolloutBatch(select_topk(columns, self.top_n_rollouts, group_by="idx"))
         return selected, Scores(selected.pop("rewards"))
 
     def rollout_metrics(self, rollout: Rollout, scores: Scores) -> dict[str, Any]:
-        """As the base class, with names of NeMo-Aligner: `global_response_lengths_mean` is of the
-        responses alone, `response_lengths` counts the prompt too.
-        """
+        """`global_response_lengths_mean` is without prompts, `response_lengths` with them."""
         metrics = super().rollout_metrics(rollout, scores)
         return {
             "global_rewards": metrics.pop("rewards"),

@@ -6,10 +6,9 @@ An iteration is `max_epochs` passes over the data. Its reference (the opponent o
 policy with which it began. Each step compares the response of the data with one that the reference
 gave to the same prompt, by the logistic loss of eq. 4.7 (`core/preference.py:dpo_loss`).
 
-The reference generates for several steps ahead, as one queue. A response depends on (seed, step,
-index in the data set) alone, so a job that resumes between them generates the same ones again.
-
-Shapes: B samples of a global batch on this rank, S padded length.
+The reference generates for several steps ahead. A response depends on (seed, step, index in the
+data set) alone, so a resumed job generates the same ones. Shapes: B samples of a global batch on
+this rank, S padded length.
 """
 
 from __future__ import annotations
@@ -35,10 +34,9 @@ SHOWN_SAMPLES = 5  # of each generation, in train_samples.jsonl
 class SPINTrainer(SupervisedTrainer):
     """Trains a policy against its former self; see the module.
 
-    The arguments are those of `SupervisedTrainer`: `cfg` is `trainer.spin` (missing keys take
-    their values from `conf/gpt_spin.yaml`), `model` a `MegatronGPTSPINModel`. `train_dataloader`
-    yields `SelfPlayPrompts` (`spin_custom_collate`), the others batches of supervised fine-tuning:
-    validation measures the likelihood of the data, for which nothing is generated.
+    The arguments are those of `SupervisedTrainer`: `cfg` is `trainer.spin`, `model` a
+    `MegatronGPTSPINModel`. `train_dataloader` yields `SelfPlayPrompts` (`spin_custom_collate`),
+    the others batches of supervised fine-tuning: validation measures the likelihood of the data.
     """
 
     JOB = ("gpt_spin", "trainer.spin")
@@ -56,12 +54,10 @@ class SPINTrainer(SupervisedTrainer):
 
     @property
     def iteration(self) -> int:
-        """Finished iterations."""
         return self.step // self.steps_per_iteration
 
     @property
     def epoch(self) -> int:
-        """Finished epochs of this iteration."""
         return self.step // self.num_steps_per_epoch % int(self.cfg.max_epochs)
 
     @property
@@ -70,9 +66,7 @@ class SPINTrainer(SupervisedTrainer):
         return self.step % self.steps_per_iteration
 
     def begin_iteration(self) -> None:
-        """What precedes the first step of an iteration, or of a job that resumes in it: the policy
-        becomes its own reference, unless a checkpoint has brought it.
-        """
+        """The policy becomes its own reference, unless a checkpoint has brought it."""
         if self.objective_age == 0:
             self.model.set_reference_policy()
         self.model.set_KL_penalty_by_iteration(self.iteration)
@@ -80,16 +74,14 @@ class SPINTrainer(SupervisedTrainer):
     # --- batches --------------------------------------------------------------------------------
 
     def training_batches(self) -> Iterator[SelfPlayBatch]:
-        """Global batches of pairs, generated for some steps ahead."""
         prompts = super().training_batches()
         while True:
             self.begin_iteration()
             yield from self.play([next(prompts) for _ in range(self.steps_ahead())])
 
     def steps_ahead(self) -> int:
-        """For how many steps from here the reference generates together: until it has as many
-        prompts as are decoded together, but not beyond the iteration, the pass over the data or
-        the end of training.
+        """For how many steps the reference generates together: until it has as many prompts as are
+        decoded together, within the iteration, the pass over the data and the training.
         """
         sampler: Any = self.train_dataloader.batch_sampler
         steps_per_pass = int(sampler.total_samples) // self.global_batch_size
@@ -105,10 +97,7 @@ class SPINTrainer(SupervisedTrainer):
     @torch.no_grad()
     def play(self, batches: Sequence[SelfPlayPrompts]) -> list[SelfPlayBatch]:
         """The reference's responses to the prompts of the next global batches beside those of the
-        data, with the log-probs that it gives to both; all ranks call it.
-
-        Args:
-            batches: this data-parallel rank's shares, that of the next step first.
+        data, with its log-probs of both; all ranks call it. `batches`: this rank's shares.
         """
         self.model.prepare_for_inference()
         with self.model.reference_policy():
@@ -139,9 +128,7 @@ class SPINTrainer(SupervisedTrainer):
         }
 
     def _generate(self, batches: Sequence[Mapping[str, Tensor]]) -> list[dict[str, Any]]:
-        """A response to each prompt of `batches`, as one queue: of each batch `tokens`, a list of
-        int64 `[R]`, and `is_end` bool `[B]`.
-        """
+        """Responses, as one queue: by batch `tokens`, a list of int64 `[R]`, and `is_end`."""
         lengths = torch.cat([batch["prompt_lengths"] for batch in batches])
         prompts = [
             row[:length]
@@ -228,7 +215,6 @@ class SPINTrainer(SupervisedTrainer):
         return super().train_single_step(batch) | {"iteration": iteration}
 
     def validation_step(self, batch: Any) -> tuple[float, Mapping[str, float | Tensor]]:
-        """Loss of supervised fine-tuning of one global batch; all ranks call it."""
         self.model.prepare_for_validation_step()
         loss, metrics = self.model.get_loss_and_metrics_vanilla_sft(batch, forward_only=True)
         self.model.finish_validation_step()
@@ -277,12 +263,8 @@ def spin_custom_collate(
     reset_attention_mask: bool = False,
     eod_mask_loss: bool = False,
 ) -> SelfPlayPrompts:
-    """A batch of items of `build_sft_dataset`, prompts with responses to them, padded with
-    `eos_id`, by NeMo-Aligner's name; its other arguments are not used: attention is causal over
-    whole samples.
-
-    Raises:
-        UserError: an example has no prompt that the policy could respond to.
+    """A batch of items of `build_sft_dataset`, padded with `eos_id`; the other arguments are
+    NeMo-Aligner's, and not used. `UserError`: an example has no prompt to respond to.
     """
     spans = [response_span(item) for item in batch]
     for item, (start, _end) in zip(batch, spans, strict=True):

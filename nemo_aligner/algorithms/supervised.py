@@ -70,7 +70,7 @@ class SupervisedTrainer(TrainingLoop):
         run_init_validation: bool = False,
         section: str | None = None,
     ):
-        """Every rank builds one.
+        """Every rank builds one; `ConfigError`: values that cannot work together.
 
         Args:
             cfg: `trainer.sft` or `trainer.rm`; missing keys have the values of
@@ -79,9 +79,6 @@ class SupervisedTrainer(TrainingLoop):
             val_dataloader: the same; or several by name, of which `validation` ranks checkpoints.
             test_dataloader: is run through once at the end of training, under `test/`.
             section: name of `cfg` in messages; None: that of `JOB`.
-
-        Raises:
-            ConfigError: values that cannot work together.
         """
         cfg = complete(cfg, *self.JOB)
         outputs = logger, ckpt_callback, run_timer
@@ -131,7 +128,6 @@ class SupervisedTrainer(TrainingLoop):
 
     @property
     def epoch(self) -> int:
-        """Finished epochs."""
         return (self.step - self.more_steps) // self.num_steps_per_epoch
 
     @property
@@ -145,7 +141,6 @@ class SupervisedTrainer(TrainingLoop):
         return self.passes * self.sampler.samples_per_epoch + used
 
     def set_max_steps(self) -> None:
-        """`max_steps` of this run: all epochs, or fewer steps if the configuration says so."""
         self.max_steps = supervised_max_steps(self.cfg, self.train_dataloader, self.more_steps)
 
     # ----------------------------------------------------------------------------------- the loop
@@ -175,13 +170,10 @@ class SupervisedTrainer(TrainingLoop):
         return self.step
 
     def train_single_step(self, batch: Any) -> dict[str, float]:
-        """One optimizer update on this rank's share of a global batch; returns its metrics."""
         return self.train_on(batch, {})
 
     def train_on(self, batch: Any, known: Mapping[str, float]) -> dict[str, float]:
-        """`train_single_step` on a batch of which some metrics are known before the update; they
-        are returned, and watched by the alarms, with the others.
-        """
+        """`train_single_step` on a batch of which some metrics are known before, and are added."""
         with self.timer("step_time"), naming_step(f"training step {self.step}"):
             metrics = train_on_batch(
                 self.model, self.optimizer, self.scheduler, batch, self.cfg.gradient_clip_val
@@ -197,7 +189,6 @@ class SupervisedTrainer(TrainingLoop):
         return summary | self.timer.consume_durations() | counters
 
     def run_validation(self) -> dict[str, float]:
-        """Validate on every set and log; returns the metrics that checkpoints are ranked by."""
         with self.timer("validation_time"):
             for key, dataloader in self.val_dataloaders.items():
                 self._score(key, dataloader, self.limit_val_batches)
@@ -208,7 +199,6 @@ class SupervisedTrainer(TrainingLoop):
         return self.run_validation()
 
     def after_last_step(self) -> None:
-        """Run through the test data."""
         if self.test_dataloader is not None:
             self._score("test", self.test_dataloader, limit_batches=None)
 
@@ -221,9 +211,7 @@ class SupervisedTrainer(TrainingLoop):
     def _validate(
         self, dataloader: DataLoader[Any], limit_batches: int | float | None
     ) -> tuple[dict[str, float], float]:
-        """Means over the batches, weighted by their metric `weights` (without it 1), as the model
-        summarizes them; and the sum of the weights.
-        """
+        """Means over the batches by their metric `weights` (else 1), and the sum of these."""
         sums: dict[str, float | Tensor] = {}
         total = 0.0
         sampler: Any = dataloader.batch_sampler
@@ -272,11 +260,8 @@ class SupervisedTrainer(TrainingLoop):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
-        """Continue where `state_dict()` was taken: the next samples are those that the earlier job
-        would have had next, also in global batches of another size.
-
-        Raises:
-            ConfigError: another size, and something counts batches.
+        """Go on with the samples that the earlier job would have had next, also in global batches
+        of another size. `ConfigError`: another size, and something counts batches.
         """
         self.step = int(state_dict["step"])
         self.consumed_samples = int(state_dict["consumed_samples"])

@@ -1,9 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A teacher writes its largest logits for the examples of a data set (`compute_topk_logits.py`).
-
-The file grows by whole lines in the order of the examples, so a job that was stopped goes on where
-it ended.
+"""A teacher writes its largest logits for the examples of a data set (`compute_topk_logits.py`),
+in whole lines in the order of the examples; a job that was stopped goes on where it ended.
 """
 
 import json
@@ -25,8 +23,6 @@ from nemo_aligner.parallel.collectives import gathered, on_rank_zero
 
 
 class _Source(NamedTuple):
-    """Whose logits the lines hold."""
-
     tokenizer: str | None  # its fingerprint
     teacher: str  # checksum of the weights
 
@@ -43,8 +39,7 @@ def write_topk_logits(
     `path`, where lines of the same examples stay; all ranks call it, rank 0 writes.
 
     Raises:
-        UserError: more logits than the vocabulary has, examples that the data set does not have,
-            or a file with lines of something else; on all ranks.
+        UserError: on all ranks: too many logits or examples, or a file with other lines.
         SaveError: the file cannot be written; on all ranks.
     """
     size = model.tokenizer.vocab_size
@@ -105,7 +100,6 @@ def _lines(
 def _check_line(
     line: bytes, path: Path, dataset: Any, top_k: int, number: int, rows: int, source: _Source
 ) -> None:
-    """Raise `UserError` unless the line is the one that this job would write for an example."""
     where = f"output_path={path}, line of example {number}"
     try:
         record = json.loads(line)

@@ -1,8 +1,6 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The loop over the steps that all trainers share, and how it logs: progress, timings of the
-slowest rank, tables of samples.
-"""
+"""The loop over the steps that all trainers share, and how it logs: progress, timings, samples."""
 
 from __future__ import annotations
 
@@ -33,8 +31,7 @@ if TYPE_CHECKING:
 
 TABLE_COLUMNS = ["step", "prompt", "response", "reward"]
 TRAIN_TABLE_ROWS, VAL_TABLE_ROWS = 1, 5
-# Loggers such as W&B upload the whole table each time: in a long run a table of all rows would
-# cost more with every step. tables.jsonl has all of them.
+# Loggers such as W&B upload the whole table each time; tables.jsonl has all rows.
 KEPT_ROWS = 200
 QUIET_S = 60.0  # between two states of the bar in a file
 SHOWN = (  # metrics beside the bar, those of them that a job has
@@ -56,11 +53,7 @@ SHOWN = (  # metrics beside the bar, those of them that a job has
 
 
 class TrainingLoop(ABC):
-    """Runs the steps of a trainer; see `fit`.
-
-    Attributes:
-        step: finished steps.
-    """
+    """Runs the steps of a trainer; see `fit`. `step` counts the finished ones."""
 
     bar = "Training steps"  # name of the progress bar
     max_steps: int
@@ -80,9 +73,7 @@ class TrainingLoop(ABC):
         ckpt_callback: CheckpointWriter,
         run_timer: RunTimer,
     ):
-        """`cfg` is the complete section `section` of the configuration; the parts may have
-        NeMo-Aligner's interface (`parts.py`).
-        """
+        """`cfg`: the complete section `section`; the parts may be NeMo-Aligner's (`parts.py`)."""
         self.cfg, self.section, self.model = cfg, section, model
         self.optimizer, self.scheduler, self.run_timer = optimizer, scheduler, run_timer
         self.logger, self.ckpt_callback = complete_outputs(logger, ckpt_callback)
@@ -97,11 +88,8 @@ class TrainingLoop(ABC):
     def fit(self) -> None:
         """Train until the last step, or until the job is asked to end; all ranks call it.
 
-        After each step: validate and save if their intervals say so, at the end, and when the time
-        is over; save also if a signal asks the job to end.
-
-        Raises:
-            JobStopped: after the save, at the time limit or a signal.
+        Validates and saves if the intervals say so, at the end, and when the time is over; saves
+        also if a signal asks the job to end. `JobStopped`: after that save.
         """
         self.run_timer.start_time()
         forget_token_counts()
@@ -155,7 +143,6 @@ class TrainingLoop(ABC):
             stop_requests.leave(stop)
 
     def before_first_step(self) -> None:
-        """What a fresh run does before its first step."""
         if self.run_init_validation and self.limit_val_batches != 0:
             self.validate()
 
@@ -173,22 +160,16 @@ class TrainingLoop(ABC):
     def save(
         self, extra_candidates: dict[str, Any] | None = None, is_train_end: bool = False
     ) -> None:
-        """Save a checkpoint; all ranks call it.
-
-        Args:
-            extra_candidates: metrics that a checkpoint may be ranked by, beside the counters.
-        """
+        """Save a checkpoint, which may be ranked by `extra_candidates`; all ranks call it."""
         with self.ready_to_save():
             self.write_checkpoint(extra_candidates, is_train_end)
 
     def ready_to_save(self) -> contextlib.AbstractContextManager[None]:
-        """Inside, a checkpoint can be written."""
         return contextlib.nullcontext()
 
     def write_checkpoint(
         self, extra_candidates: dict[str, Any] | None, is_train_end: bool
     ) -> None:
-        """Write model, optimizer and counters; inside `ready_to_save`."""
         state = self.state_dict()
         self.ckpt_callback.custom_save(
             monitor_candidates=state | (extra_candidates or {}),
@@ -216,7 +197,6 @@ def consume_timings(*timers: ScopedTimer) -> dict[str, float]:
 
 
 def empty_table() -> pd.DataFrame:
-    """The table of samples before the first one."""
     import pandas as pd  # takes a second to import
 
     return pd.DataFrame(columns=TABLE_COLUMNS, index=pd.RangeIndex(0))
@@ -225,9 +205,7 @@ def empty_table() -> pd.DataFrame:
 def log_table(
     logger: Logger, key: str, table: pd.DataFrame, rows: list[dict[str, Any]], step: int
 ) -> pd.DataFrame:
-    """`table` with `rows`, of `step`, logged: the newest `KEPT_ROWS` rows, with the numbers that
-    they have in the table of all rows.
-    """
+    """`table` with the `rows` of `step`, logged: the newest `KEPT_ROWS`, numbered as in all."""
     import pandas as pd
 
     new = pd.DataFrame([{"step": step} | row for row in rows], columns=TABLE_COLUMNS)
@@ -255,8 +233,6 @@ def progress_bar(name: str, step: int, max_steps: int) -> tqdm:
 
 
 class _Lines:
-    """A file for a bar whose states become lines of stderr."""
-
     def write(self, text: str) -> None:
         text = text.strip("\r\n ")
         if text:

@@ -32,13 +32,9 @@ MAKE_A_TOKEN = f"export {TOKEN_VARIABLE}=$(python -c 'import secrets; print(secr
 def read_token(
     token_file: str | None, setting: str, key: str = "token_file", variable: str = TOKEN_VARIABLE
 ) -> str | None:
-    """Return the token in `token_file`, else that in the environment; None without either.
-
-    Args:
-        setting, key: section of the configuration, and its key that holds `token_file`.
-
-    Raises:
-        ConfigError: the file cannot be read, others can read it too, or its text is no token.
+    """The token in `token_file`, else that in the environment; None without either. `setting` and
+    `key` are the section of the configuration and the key that hold `token_file`. `ConfigError`:
+    the file cannot be read, others can read it too, or its text is no token.
     """
     if token_file is None:
         token, source = os.environ.get(variable), variable
@@ -66,10 +62,8 @@ def read_token(
 
 
 def server_token(host: str, token_file: str | None, setting: str) -> str | None:
-    """Return the token that a server which listens on `host` asks for; None: it asks for none.
-
-    Raises:
-        ConfigError: other machines can reach `host`, and there is no token; or see `read_token`.
+    """The token that a server which listens on `host` asks for, if any. `ConfigError`: other
+    machines can reach `host`, and there is no token; or see `read_token`.
     """
     if host is not None and not isinstance(host, str):
         raise ConfigError(f"{setting}.host={host!r} is no name or address.")

@@ -27,11 +27,10 @@ from nemo_aligner.config.values import Values, plain_dict, resolved
 from nemo_aligner.core.errors import ConfigError
 from nemo_aligner.parallel.environment import is_rank_zero
 
-# Flag of a configuration that `check_config` has passed.
 CHECKED = "nemo_aligner_checked"
 
-# How alike a wrong name and the one that it was meant to be are at least, by `difflib`: of four
-# letters one may be wrong, as in most typing errors; unrelated names rarely share three of four.
+# How alike a wrong name and the right one are at least, by `difflib`: of four letters one may be
+# wrong; unrelated names rarely share three of four.
 ALIKE = 0.75
 LIGHTNING_KEYS = {"trainer.max_epochs", "trainer.max_steps"}  # not what a job goes by
 BASES = {
@@ -59,7 +58,8 @@ def check_config(
     may_have_other_keys: bool = False,
     before_notes: Callable[[], None] = lambda: None,
 ) -> list[str]:
-    """Check a user's configuration before anything is built: keys, missing values, combinations.
+    """Check a user's configuration before anything is built: keys, missing values, combinations;
+    `ConfigError` with the key, the value and the remedy.
 
     Only what the user wrote is checked: a checkpoint's own configuration may hold any key.
 
@@ -71,11 +71,8 @@ def check_config(
         before_notes: further checks; to log takes the seconds in which NeMo is imported.
 
     Returns:
-        The notes about unknown keys, keys without effect, and forms with another meaning
-        (`inert_keys.py`); rank 0 also logs them, as one warning each.
-
-    Raises:
-        ConfigError: with the key, the value and the remedy.
+        Notes about unknown keys, keys without effect, and forms with another meaning
+            (`inert_keys.py`); rank 0 also logs them, as one warning each.
     """
     if config_name not in LIVE:
         raise ConfigError(f"config_name={config_name!r} is unknown; use one of {', '.join(LIVE)}.")
@@ -116,13 +113,10 @@ def check_config(
 def check_loaded(
     model_cfg: DictConfig, loaded: DictConfig, restore_path: str | PathLike[str]
 ) -> None:
-    """Check the job whose section `model` is `model_cfg`, now that `loaded`, the same section over
-    the configuration of the checkpoint at `restore_path`, is known; where `model_cfg` is no part
-    of a job do nothing. Without a `check_config` before, that comes first, with a warning of keys
-    that are not known: they may be those of the script.
-
-    Raises:
-        ConfigError: with the key, the value and the remedy.
+    """Check the job with the section `model_cfg`, now that `loaded`, which is this over the
+    configuration of the checkpoint at `restore_path`, is known; where `model_cfg` is no part of a
+    job do nothing. Without a `check_config` before, that comes first, with a warning of keys that
+    are not known: they may be those of the script. `ConfigError` as there.
     """
     config_name = rules.job_of_model(model_cfg)
     if config_name is None:
@@ -208,7 +202,6 @@ def nearest_key(key: str, candidates: Iterable[str]) -> str | None:
 
 
 def check_sections(tree: Mapping, config_name: str) -> None:
-    """Refuse a number, text or list in the place of a section of `tree`, a nested dict."""
     for key, value in _walk(tree, config_name).items():
         if isinstance(value, Mapping) or value is None or re.fullmatch(r"\$\{.*\}", str(value)):
             continue
@@ -226,13 +219,11 @@ def inert_notes(tree: Mapping, config_name: str) -> list[str]:
 
 @functools.cache
 def _known_prefixes(config_name: str) -> set[str]:
-    """Every known key with all its parents."""
     later = [key for job, key in LATER if job == config_name]
     return _with_sections([*LIVE[config_name], *INERT[config_name], *ONLY, *later])
 
 
 def _with_sections(keys: Iterable[str]) -> set[str]:
-    """`keys` with all their parents."""
     parts = [key.split(".") for key in keys]
     return {".".join(names[:n]) for names in parts for n in range(1, len(names) + 1)}
 

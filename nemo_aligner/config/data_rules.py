@@ -28,7 +28,6 @@ OTHER_DATA_IMPLS = {"chunked_jsonl": "name the chunks as a list of files with da
 
 
 def check_data_impl(name: str) -> None:
-    """Raise `ConfigError` unless `name` is one of `DATA_IMPLS`."""
     if name in DATA_IMPLS:
         return
     remedy = OTHER_DATA_IMPLS.get(name, f"use one of {', '.join(DATA_IMPLS)}")
@@ -46,7 +45,6 @@ def check_parts(files: Mapping) -> None:
 
 
 def plain_columns(columns: Any, key: str = "model.data.columns") -> dict[str, str | list[str]]:
-    """`columns`, the mapping called `key`, in plain Python: names of columns, or lists."""
     if columns is None:
         return {}
     if not hasattr(columns, "items"):
@@ -70,7 +68,6 @@ def line_ends(text: str) -> str:
 
 
 def _check_packed(values: Values, split: str) -> None:
-    """Raise `ConfigError` if the SFT examples of the section `split` cannot be packed."""
     if not values.get(f"{split}.packed_sequence"):
         return
     cp, files = values.get("model.context_parallel_size", 1), values.get(f"{split}.file_path")
@@ -88,12 +85,10 @@ def _check_packed(values: Values, split: str) -> None:
 
 
 def holds_tokens(name: str) -> bool:
-    """Whether files of this form hold tokens, not texts."""
     return name in ("mmap", "packed_jsonl")
 
 
 def check_labels_can_be_read(data_impl: str) -> None:
-    """Raise `ConfigError` if files of this form have no place for labels."""
     if holds_tokens(data_impl):
         raise ConfigError(
             f"model.data.data_impl={data_impl} holds tokens only, but a regression reward model "

@@ -2,17 +2,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Completes a partial or older configuration with the defaults of its keys.
 
-Called at the edge, by scripts and constructors; code behind it reads plain values (`cfg.key`).
-
 * `complete_config`: a whole configuration of a job, by its script.
 * `complete`: one section, by the constructor that receives it.
 * `complete_model`: a `model` section, by the constructor of a model. Keys whose null means "as in
   the checkpoint" and keys that no job gives a default have their `fallback`.
 
-A value that is given wins, null included, with two exceptions. A null section reads as
-one without keys, except `alarms` and `exp_manager` (null switches them off); `complete_config`
-leaves it null where a key below needs a value, so that the checks can say so. In `complete` and
-`complete_model`, a null key with a fallback, or of `NULL_IS_DEFAULT`, takes its default.
+A value that is given wins, null included, with two exceptions. A null section reads as one without
+keys, except `alarms` and `exp_manager` (null switches them off); `complete_config` leaves it null
+where a key below needs a value, so that the checks can say so. In the other two, a null key with a
+fallback, or of `NULL_IS_DEFAULT`, takes its default.
 """
 
 import copy
@@ -51,7 +49,6 @@ def _critic_gives_rewards(estimator: str, *others: Any) -> bool:
 
 CONF = Path(__file__).parents[1] / "conf"  # in a checkout a link to conf/ of the repository
 
-# Keys for which null has no meaning of its own and reads as "the default".
 NULL_IS_DEFAULT = ("model.loss_reduction", "model.data.train_ds.prompt_template")
 # Jobs that compare log-probs in training with those of inference, or learn from single numbers: a
 # dropout of the checkpoint's pretraining would be noise in them.
@@ -60,7 +57,6 @@ WITHOUT_DROPOUT = tuple(
     for name, job in JOBS.items()
     if job.algo and job.keys["model.hidden_dropout"].default is ABSENT
 )
-# Sections that null switches off.
 OFF_WHEN_NULL = (
     *(f"trainer.{job.algo}.alarms" for job in JOBS.values() if job.algo),
     "exp_manager",
@@ -79,8 +75,8 @@ class _Trees(dict):
 
 register_resolvers()
 ConfigStore.instance().repo["all_keys"] = _Trees.fromkeys(f"{name}.yaml" for name in JOBS)
-# For each group that --help lists Hydra copies its sources, and the store with them, which takes
-# seconds. There is one store, and what it gives away are copies.
+# Hydra copies its sources, and the store, for each group that --help lists, which takes seconds.
+# There is one store, and what it gives away are copies.
 ConfigStore.__deepcopy__ = lambda store, _: store
 
 
@@ -105,11 +101,8 @@ def complete(cfg: DictConfig | dict | None, config_name: str | None, section: st
     missing key has its default in the job; None: its fallback.
 
     A default that refers to another key gets that key's value: of the completed section, of the
-    configuration that `cfg` is a part of, or of the job, in this order. The copy keeps the
-    parent of `cfg`, so that references in `cfg` resolve as before.
-
-    Raises:
-        ConfigError: a default refers to a key that has no value.
+    configuration that `cfg` is a part of, or of the job, in this order; `ConfigError`: it has
+    none. The copy keeps the parent of `cfg`, so references in `cfg` resolve as before.
     """
     result = _copy({} if cfg is None else cfg)
     tree = _section_tree(config_name)
@@ -138,7 +131,6 @@ def complete_model(cfg: DictConfig | dict, config_name: str | None = None) -> Di
 
 
 def model_fallback(key: str) -> Any:
-    """The value of `model.<key>` where neither a job nor a checkpoint gives one."""
     return _fallbacks(TrainedModel)[key]
 
 
@@ -234,7 +226,6 @@ def _resolve(result: DictConfig, references: list[str], tree: dict, section: str
 
 
 def _copy(cfg: DictConfig | dict) -> DictConfig:
-    """Deep copy with the parent of `cfg`."""
     if isinstance(cfg, DictConfig):
         return copy.deepcopy(cfg)
     return OmegaConf.create(cfg, flags={"allow_objects": True})

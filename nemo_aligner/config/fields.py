@@ -49,7 +49,6 @@ class Key:
         choices: the values that it can have; empty: see the bounds.
         default: of the job; may refer to other keys.
         fallback: of a key of a model, where neither the job nor a checkpoint gives a value.
-        at_least, above, at_most: bounds of a number.
         free: any key goes below it: names that the user chooses, arguments of another library.
         of_checkpoint: it says how the weights look, and null means "as in the checkpoint".
         code: what it names in a user's own Python file, "function" or "class"; "": no such thing.
@@ -72,7 +71,6 @@ class Key:
     acts: bool = True
 
     def check_null(self, values: Values) -> None:
-        """Raise `ConfigError` if null stands where it has no meaning."""
         if self.nullable or not self.acts or not values.is_null(self.name):
             return
         if self.kind is not bool:
@@ -81,7 +79,6 @@ class Key:
             raise ConfigError(f"{self.name}=null must be True or False.")
 
     def check(self, values: Values) -> None:
-        """Raise `ConfigError` unless the value is one that the key can have."""
         self.check_null(values)
         name, value = self.name, values.get(self.name)
         if value is None or not self.acts or (self.free and isinstance(value, Mapping)):
@@ -111,7 +108,6 @@ def key(default: Any, required: bool = False, **more: Any) -> Any:
 
 
 def of_checkpoint(fallback: Any = ABSENT, **more: Any) -> Any:
-    """A field that says how the weights look."""
     return key(ABSENT, fallback=fallback, of_checkpoint=True, **more)
 
 
@@ -168,14 +164,12 @@ class Configuration:
 
     @property
     def _classes(self) -> Iterator[tuple[str, type]]:
-        """The sections with each of their classes."""
         for name, classes in self.sections.items():
             for each in classes if isinstance(classes, tuple) else (classes,):
                 yield name, each
 
     @functools.cached_property
     def keys(self) -> dict[str, Key]:
-        """The keys by their dotted names."""
         found: dict[str, Key] = {}
         for name, each in self._classes:
             found |= {key.name: key for key in _keys(each, f"{name}." if name else "")}
@@ -203,7 +197,6 @@ class Configuration:
         return next((parts[1] for parts in names if parts[0] == "trainer" and parts[1:]), None)
 
     def _own(self, default: Any) -> Any:
-        """`default` with the names of this job."""
         if not isinstance(default, str):
             return default
         return default.replace("<job>", self.name).replace("<algo>", self.algo or "")
@@ -260,7 +253,6 @@ def _hints(section_class: type) -> dict[str, Any]:
 
 
 def _kinds(section_class: type, field: str) -> tuple[Any, ...]:
-    """The type of a field, or those of which it is one."""
     hint = _hints(section_class)[field]
     is_union = typing.get_origin(hint) in (types.UnionType, typing.Union)
     return typing.get_args(hint) if is_union else (hint,)

@@ -31,8 +31,6 @@ from nemo_aligner.core.errors import ConfigError
 
 
 class Inert(NamedTuple):
-    """A key that is accepted and does nothing."""
-
     reason: str  # why, for the warning
     neutral: tuple = ()  # values that need no warning; `(...,)` means every value
 
@@ -86,8 +84,7 @@ _DATASET = "the data sets read the files directly, and recognize their form"
 _DEAD = "an old flag of NeMo-Aligner's scripts that had no effect there either"
 _IN_ORDER = "examples keep their order"
 
-# Keys that speak of the network and change nothing in it; their other values are worth a warning
-# even if they stand in a checkpoint.
+# Their other values are worth a warning even if they stand in a checkpoint.
 INERT_ARCHITECTURE = _read("""
 every model here is a Megatron Core model | model: mcore_gpt=True
 it is for fp16 only; NeMo switched it off in other precisions too | model:
@@ -99,8 +96,7 @@ it is for the export of a model; NeMo ignored it too | model: onnx_safe=False
 the pipeline stage decides it | model: pre_process=True post_process=True
 """)
 
-# Keys of NeMo's `exp_manager`, which does not get to see them: its callbacks are for Lightning's
-# loops, and some need packages.
+# `exp_manager` does not get to see them: its callbacks are for Lightning's loops.
 INERT_EXPERIMENT = _read(f"""
 {_LIGHTNING} | exp_manager: create_early_stopping_callback early_stopping_callback_params
     create_ipl_epoch_stopper_callback ipl_epoch_stopper_callback_params create_preemption_callback
@@ -310,12 +306,10 @@ def has_no_effect(name: str) -> bool:
 
 
 def refuse_model_values(values: Values) -> None:
-    """Raise `ConfigError` where a key of `ONLY` has a value that is not accepted."""
     _refuse(ONLY, values, "supported here")
 
 
 def check_later(values: Values, config_name: str) -> None:
-    """Raise `ConfigError` where a job asks for something of `LATER`."""
     own = {key: only for (job, key), only in LATER.items() if job == config_name}
     _refuse(own, values, "supported yet")
 
@@ -338,13 +332,8 @@ def notes_on(given: Mapping[str, Any], table: Mapping[str, Inert]) -> list[str]:
 
 def check_model_keys(cfg: DictConfig | Mapping[str, Any]) -> list[str]:
     """Check the keys of the `model` section that a model is built from, with what the checkpoint
-    says. References in other keys than those of the tables are not resolved.
-
-    Returns:
-        Notes worth a warning: keys of the network that have no effect, and unknown keys.
-
-    Raises:
-        ConfigError: a key has a value that would change the model and is not supported.
+    says; returns notes worth a warning: keys without effect, and unknown ones. References in other
+    keys are not resolved. `ConfigError`: a value that would change the model and is not supported.
     """
     read = {key.split(".")[1] for key in (*ONLY, *INERT_ARCHITECTURE)}
     section = {f"model.{name}": to_plain(cfg[name]) for name in cfg if name in read}
@@ -355,7 +344,6 @@ def check_model_keys(cfg: DictConfig | Mapping[str, Any]) -> list[str]:
 
 
 def to_plain(value: Any) -> Any:
-    """`value` of a `DictConfig` as plain dicts and lists."""
     return OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
 
 
@@ -363,8 +351,6 @@ TRAINING_JOBS = tuple(name for name in CONFIG_NAMES if name != "inference_rm")
 
 
 class OldForm(NamedTuple):
-    """A form of NeMo-Aligner that does something else here, or nothing."""
-
     form: str  # as a command or a YAML file writes it
     happens: str  # what becomes of it, and what to write instead
     is_used: Callable[[Values], bool]  # whether a job, without its checkpoint's values, has it
@@ -445,8 +431,8 @@ OLD_FORMS = (
     ),
 )
 
-# What NeMo-Aligner has and this package refuses so far: (config name, key) -> (accepted values,
-# what to do instead). Only for the job that reads the key: a checkpoint may well hold it.
+# (config name, key) -> (accepted values, what to do instead). Only for the job that reads the key:
+# a checkpoint may well hold it.
 LATER = dict.fromkeys(
     [(job, f"model.data.{s}.add_sep") for job in ("gpt_sft", "gpt_spin") for s in _SPLITS],
     (

@@ -23,8 +23,6 @@ _COLUMN = re.compile(r"[^\W\d][\w -]*")
 
 @dataclass(frozen=True, kw_only=True)
 class JudgeSpec(RewardServersSpec):
-    """Servers of the same judge."""
-
     options: Mapping[str, Any]  # its keys
     messages: dict[str, str]  # templates by role
     columns: list[str]  # that they ask for, beside prompt and response
@@ -108,7 +106,6 @@ def read_web_rewards(options: Mapping, section: str) -> RewardServersSpec | None
 
 
 def _messages(judge: Mapping, setting: str) -> dict[str, Any]:
-    """The templates by role, and the columns that they ask for."""
     messages: dict[str, str] = {}
     names: dict[str | None, str] = {}
     system = str(judge["system"])

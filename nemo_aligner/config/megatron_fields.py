@@ -31,7 +31,6 @@ _WEIGHTS = "weights are whole after an update, for generation, checks and checkp
 _CHECKPOINTS = "a checkpoint has the same form whatever the ranks"
 _SAME_ERROR = "every rank gets the same error; all gradients are checked (training/finite.py)"
 
-# Fields with another name here.
 OWN_KEYS = {
     "add_bias_linear": "model.bias",
     "bf16": "trainer.precision",
@@ -157,7 +156,6 @@ def core_errors(passed: Iterable[str]) -> Iterator[None]:
 
 
 def _of_kind(key: str, value: Any, default: Any) -> Any:
-    """`value` for a field whose default is `default`; `ConfigError` if it cannot be one."""
     choices = tuple(type(default).__members__) if isinstance(default, enum.Enum) else ()
     kind = {bool: bool, int: float, float: float}.get(type(default), Any)
     Key(key, object, kind, True, choices, None).check(Values(tree_of({key: value})))

@@ -1,10 +1,6 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Optimizers and learning-rate schedules that `model.optim` can name, and the rules of their keys.
-
-The tables are plain data; `training/optim.py` builds what they name. `check_optim` is called
-before a model is built, and again by whoever builds an optimizer.
-"""
+"""Optimizers and schedules that `model.optim` can name, as tables, and the rules of their keys."""
 
 import math
 from collections.abc import Mapping
@@ -17,8 +13,6 @@ from nemo_aligner.core.errors import ConfigError
 
 @dataclass(frozen=True)
 class OptimizerKind:
-    """What Megatron Core builds for a name of NeMo."""
-
     kind: str = "adam"  # Megatron Core's name, "adam" or "sgd"
     distributed: bool = False  # its states are spread over the data-parallel ranks
     decoupled_weight_decay: bool = True  # it acts on the weight (AdamW), not on the gradient
@@ -33,7 +27,6 @@ OPTIMIZERS = {
     "adam": OptimizerKind(decoupled_weight_decay=False),
     "sgd": OptimizerKind(kind="sgd", decoupled_weight_decay=False),
 }
-# For scripts: the package itself reads the table.
 DISTRIBUTED_OPTIMIZERS = tuple(name for name, kind in OPTIMIZERS.items() if kind.distributed)
 # Names of NeMo that are refused: Megatron Core has Adam and SGD only.
 OTHER_OPTIMIZERS = (
@@ -47,8 +40,6 @@ _HOLD = (*_WARMUP, "hold_steps", "hold_ratio", "min_lr")
 
 @dataclass(frozen=True)
 class ScheduleKind:
-    """A learning-rate schedule."""
-
     keys: tuple[str, ...]  # of `model.optim.sched` that it reads
     required: tuple[str, ...] = ()  # those of them that must be given and not 0
 
@@ -77,7 +68,6 @@ SCHEDULES = {
     "StepLR": ScheduleKind(("step_size", "gamma"), required=("step_size",)),
 }
 _NO_OTHER = "Megatron Core has Adam and SGD only"
-# Schedules of NeMo that are refused, with the reason.
 OTHER_SCHEDULES = {
     "ReduceLROnPlateau": "it follows a validation metric, and a resumed job would not be exact",
     "ExponentialLR": "NeMo counts epochs for it, and a schedule counts updates here",
@@ -89,11 +79,7 @@ _RATIOS = ("warmup_ratio", "hold_ratio", "constant_ratio")
 
 
 def check_optim(optim: Mapping[str, Any]) -> None:
-    """Check a section `model.optim`; keys that are absent or null have their defaults.
-
-    Raises:
-        ConfigError: an unknown name, a key that is missing, or a value that cannot work.
-    """
+    """`ConfigError`: an unknown name, a missing key, a value that cannot work; null: default."""
     v = Values({"model": {"optim": optim}})
     known: tuple[tuple[str, Mapping, Mapping], ...] = (
         ("model.optim.name", OPTIMIZERS, dict.fromkeys(OTHER_OPTIMIZERS, _NO_OTHER)),

@@ -48,11 +48,8 @@ def pad_vocab_size(vocab_size: int, multiple: int, tensor_model_parallel_size: i
 
 
 def count_vocab_rows(cfg: Any, vocab_size: int) -> int:
-    """Rows of the embedding table by `cfg`, a complete `model` section: `override_vocab_size`,
-    rounded up for the tensor-parallel ranks, else `vocab_size`, the ids of the tokenizer, padded.
-
-    Raises:
-        ConfigError: the given number is smaller than `vocab_size`.
+    """Rows of the embedding table by `cfg`, a complete `model` section: `override_vocab_size`
+    (`ConfigError`: below `vocab_size`) rounded up for the TP ranks, else `vocab_size` padded.
     """
     tp, rows = cfg.tensor_model_parallel_size, cfg.override_vocab_size
     if not rows:
@@ -99,7 +96,6 @@ def count_devices(devices: Devices, visible_devices: int = 0) -> int:
 
 
 def cuda_devices() -> int:
-    """CUDA devices that PyTorch sees on this machine."""
     import torch  # here: importing PyTorch takes a second
 
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -121,7 +117,6 @@ def dtype_name(precision: str | int) -> str:
 
 
 def check_accelerator(accelerator: str, devices: Devices, visible_devices: int) -> None:
-    """Raise `ConfigError` when a GPU is asked for that is not among the visible ones."""
     if accelerator not in ACCELERATORS:
         raise ConfigError(
             f"trainer.accelerator={accelerator!r} must be one of {', '.join(ACCELERATORS)}."
@@ -224,13 +219,11 @@ def check_architecture(values: Mapping, fixed: bool = False) -> None:
 
 
 def is_uneven(v: Values) -> bool:
-    """Whether there are several pipeline stages, and the first or the last has its own size."""
     pp = v.whole("model.pipeline_model_parallel_size", 1) or 1
     return pp > 1 and any(v.get(f"model.{key}") is not None for key in UNEVEN)
 
 
 def check_pipeline_stages(values: Mapping) -> None:
-    """Raise `ConfigError` if the pipeline stages that `cfg.model` asks for cannot be built."""
     v = Values({"model": values})
     if not is_uneven(v):
         return

@@ -24,35 +24,29 @@ TARGETS = {
 }
 # Those that are split along their rows (Megatron's column-parallel ones).
 SPLIT_BY_ROWS = ("attention_qkv", "mlp_fc1")
-# Names of several of them.
 TARGET_GROUPS = {
     "attention": ("attention_qkv", "attention_dense"),
     "mlp": ("mlp_fc1", "mlp_fc2"),
     "all": tuple(TARGETS),
 }
-# Fields of `LoRASettings` that have another name in `lora_tuning`.
 KEYS = {
     "targets": "target_modules",
     "dim": "adapter_dim",
     "dropout": "adapter_dropout",
     "layers": "layer_selection",
 }
-# Keys of `lora_tuning` that the weights of adapters do not depend on: a job that goes on with
-# adapters may change them.
+# Weights of adapters do not depend on them: a job that goes on may change them.
 FREE_KEYS = ("adapter_dropout", "dropout_position", "column_init_method", "row_init_method")
 
 
 @dataclass(frozen=True)
 class LoRASettings:
-    """The form of the adapters of a model."""
-
     targets: tuple[str, ...]  # names of `TARGETS`, in its order
     dim: int  # rank of each adapter
     alpha: float  # the output of an adapter is multiplied by `alpha / dim`
     dropout: float  # probability that a number is dropped in training
     # "pre": of the input of the adapter, as in PEFT; "post": of its output, as in NeMo
     dropout_position: str
-    # column_init_method, row_init_method: initial values of A and B
     column_init_method: str
     row_init_method: str
     layers: tuple[int, ...] | None  # numbers from 1 of the layers with adapters; None: all
@@ -63,7 +57,6 @@ class LoRASettings:
 
     @property
     def scale(self) -> float:
-        """Factor of an adapter's output."""
         return self.alpha / self.dim
 
     @classmethod
@@ -80,7 +73,6 @@ class LoRASettings:
         return cls(**given)
 
     def to_config(self) -> dict[str, Any]:
-        """The section `model.peft.lora_tuning` that describes these adapters."""
         own = {
             KEYS.get(name, name): list(value) if isinstance(value, tuple) else value
             for name, value in vars(self).items()
@@ -104,7 +96,6 @@ def _targets(names: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def trains_adapters(tree: Mapping[str, Any]) -> bool:
-    """Whether the configuration `{"model": ...}` asks for adapters."""
     return Values(tree).get(PEFT + "peft_scheme", NONE) != NONE
 
 
@@ -148,7 +139,6 @@ def check_peft(v: Values) -> None:
 
 
 def _check_sources(v: Values, scheme: str) -> None:
-    """Check the keys that name adapters to start from."""
     path = v.get(PEFT + "restore_from_path")
     if path is not None and (not isinstance(path, str) or not path):
         raise ConfigError(f"{PEFT}restore_from_path={path!r} is not a path.")

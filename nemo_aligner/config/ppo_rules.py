@@ -35,7 +35,6 @@ def check_ppo(v: Values, dp: dict[str, int], ranks: int) -> None:
 
 
 def check_ppo_variants(v: Values) -> None:
-    """Raise `ConfigError` for variants of PPO that cannot work."""
     estimator = v.get(PPO + "advantage_estimator")
     kind, name = (
         estimators.ADVANTAGE_ESTIMATORS[estimator],
@@ -163,7 +162,6 @@ def _check_corrections(v: Values) -> None:
 
 
 def _check_adaptive_kl(v: Values, samples: int) -> None:
-    """Check the settings that move the penalty; `samples`: of a step."""
     section = PPO + "adaptive_kl."
     if not v.get(section + "enable"):
         return
@@ -185,7 +183,6 @@ def _check_adaptive_kl(v: Values, samples: int) -> None:
 
 
 def _check_critic_free(v: Values, name: str, kind: estimators.AdvantageEstimator) -> None:
-    """Check an estimator that needs no critic, called `name`."""
     combined, served = (
         f"remote_critic_rm.{key}" for key in ("combine_rm_and_critic_server", "reward_model")
     )

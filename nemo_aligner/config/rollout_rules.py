@@ -19,9 +19,8 @@ _ENVIRONMENT = Configuration("", {"": Environment}).tree
 
 
 def check_policy(v: Values, kind: str, remote: str, dp: dict[str, int], per_prompt: str) -> None:
-    """Check what the actors, of the `kind` "ppo", "rs" or "reinforce", have in common; `remote`:
-    section of the servers that the job talks to, `per_prompt`: key of the number of responses to
-    a prompt that it learns from.
+    """What the actors, of the `kind` "ppo", "rs" or "reinforce", have in common; `remote`: section
+    of the servers that the job talks to, `per_prompt`: key of the number of responses to a prompt.
     """
     section, model = f"trainer.{kind}.", f"model.{kind}."
     v.same(section + "model_gbs", "model.global_batch_size")
@@ -45,7 +44,6 @@ def check_policy(v: Values, kind: str, remote: str, dp: dict[str, int], per_prom
 
 
 def check_remote(v: Values, remote: str) -> None:
-    """Check what all sections of servers that a job talks to have."""
     access.read_token(v.get(f"{remote}.token_file"), remote)
     access.client_tls(v.get(f"{remote}.tls_ca_file"), remote)
 
@@ -171,9 +169,7 @@ def _check_sizes(v: Values, section: str, key: str, dp: dict[str, int]) -> None:
 
 
 def check_shared_queue(section: str, use_flask: bool | None, expert_parallel: int) -> None:
-    """Raise `ConfigError` if ranks that hold each other's experts would draw prompts from one
-    queue; `section`: "trainer.ppo." or "", for the message.
-    """
+    """Refuse one queue for ranks that hold each other's experts; `section`: for the message."""
     if use_flask and expert_parallel > 1:
         raise ConfigError(
             f"{section}batch_iterator.use_flask=True does not work with "
@@ -209,7 +205,6 @@ def check_responses_differ(v: Values, model: str, responses: int, key: str | Non
 
 
 def check_compares_responses(name: str, key: str, responses: int) -> None:
-    """Raise `ConfigError` unless there are several `responses` (`key`) to compare."""
     if responses < 2:
         raise ConfigError(
             f"{name} compares the responses to a prompt, but {key}={responses}; raise it."

@@ -1,11 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Which values of a configuration cannot work, alone or together: plain functions over plain
-values.
-
-`check_values` knows the rules that jobs share; those of one job stand with its keys, in `jobs/`,
-and PPO's in `ppo_rules.py`. Those of devices and architectures are in `parallel_rules.py`, of
-policies that generate in `rollout_rules.py`, of servers in `server_rules.py`.
+"""Which values of a configuration cannot work, alone or together: functions over plain values. The
+rules of one job stand with its keys, in `jobs/`, and PPO's in `ppo_rules.py`.
 """
 
 import importlib.util
@@ -26,14 +22,11 @@ from nemo_aligner.core.errors import ConfigError
 
 EVERY_CHECKPOINT = "every_checkpoint"  # a value of `model.save_hf`
 
-# The optional loggers of `exp_manager`, with the package that each needs.
 LOGGERS = {
     f"exp_manager.create_{package}_logger": package
     for package in ("wandb", "mlflow", "dllogger", "clearml", "neptune")
 }
-# Section of `trainer` that holds a job's own settings.
 SECTIONS = {name: job.algo for name, job in JOBS.items() if job.algo}
-# Jobs that read `model.data.data_prefix`.
 PREFIX_DATA_JOBS = tuple(
     name for name, job in JOBS.items() if "model.data.data_prefix" in job.keys
 )
@@ -59,7 +52,6 @@ def job_of_model(model_cfg: DictConfig) -> str | None:
 
 
 def restore_key(config_name: str) -> str:
-    """Key that names the weights that a job starts from."""
     return JOBS[config_name].restore_key
 
 
@@ -71,17 +63,14 @@ def check_values(
     visible_devices: int | None = None,
     env: Mapping[str, str] | None = None,
 ) -> None:
-    """Refuse values that cannot work, alone or together. Keys that are absent have their defaults.
+    """Refuse values that cannot work, alone or together: `ConfigError` with the value and the
+    remedy. Keys that are absent have their defaults.
 
     Args:
-        cfg: the configuration of a job.
         complete: True once `cfg.model` holds the checkpoint's values too. Before that, checks that
             need the data-parallel size run only if the parallel sizes are given.
         visible_devices: GPUs of this machine; None asks PyTorch.
         env: environment variables; None: those of this process.
-
-    Raises:
-        ConfigError: with the value and the remedy.
     """
     values, job = Values(resolved(complete_config(cfg, config_name))), JOBS[config_name]
     check_keys_alone(values, config_name)
@@ -126,7 +115,6 @@ def check_values(
 
 
 def check_save_hf(save_hf: object) -> None:
-    """Raise `ConfigError` unless `save_hf` is a value of `model.save_hf`."""
     if save_hf not in (None, False, True, EVERY_CHECKPOINT):
         raise ConfigError(
             f"model.save_hf={save_hf!r} is not supported; use True, False or {EVERY_CHECKPOINT}."
@@ -201,7 +189,6 @@ def _check_start(values: Values, config_name: str) -> bool:
 
 
 def _check_training(values: Values, job: Configuration, dp: dict[str, int]) -> None:
-    """What all jobs that train have in common."""
     times = dp | parallel_rules.virtual_pipeline_group(values)
     values.multiple("model.global_batch_size", "model.micro_batch_size", times=times)
     check_dynamic_micro_batches(values)

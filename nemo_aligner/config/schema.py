@@ -2,8 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The keys of all jobs as tables, taken from `jobs/`, and with their meanings as YAML.
 
-* `LIVE[name]`: dotted keys that have an effect in the jobs of configuration `name`. Keys of NeMo
-  and NeMo-Aligner that no longer act are in `inert_keys.py`.
+* `LIVE[name]`: dotted keys that have an effect in the jobs of configuration `name`.
 * `FREE`: prefixes below which any key goes.
 * `ARCHITECTURE_KEYS`, `FLAGS`, `REQUIRED`: keys of section `model` whose null means "as in the
   checkpoint", keys whose value is True or False, and other keys that must have a value.

@@ -67,9 +67,7 @@ def check_source_of_rewards(remote: Mapping) -> None:
 
 
 def check_reward_standardization(model: Mapping) -> None:
-    """Raise `ConfigError` if rewards are to be standardized without a mean and a positive standard
-    deviation. `model` is the completed section, here and below.
-    """
+    """Check its mean and its standard deviation; `model` is completed, here and below."""
     given, section = model["reward_standardization"], "model.reward_standardization"
     if not given or not given["enable"]:
         return
@@ -82,7 +80,6 @@ def check_reward_standardization(model: Mapping) -> None:
 
 
 def check_attributes_are_merged(regression: Mapping) -> None:
-    """Refuse several attributes that are not merged, by `model.regression`."""
     attributes = regression["num_attributes"]
     if attributes > 1 and not regression["merge_attributes"]:
         raise ConfigError(
@@ -93,16 +90,13 @@ def check_attributes_are_merged(regression: Mapping) -> None:
 
 
 def check_one_reward_per_sample(model: Mapping) -> None:
-    """Raise `ConfigError` unless a reward model gives one number per sample."""
     check_attributes_are_merged(model["regression"])
     served_attributes(model)
 
 
 def served_attributes(model: Mapping) -> int:
     """How many numbers a reward model gives for each sample: its attributes, or their sum.
-
-    Raises:
-        ConfigError: it has weights that it does not use, or gives a number per token.
+    `ConfigError`: it has weights that it does not use, or gives a number per token.
     """
     regression = model["regression"]
     weights = regression["attribute_weights"]
@@ -121,7 +115,6 @@ def served_attributes(model: Mapping) -> int:
 
 
 def check_scores_of_tokens(model: Mapping) -> None:
-    """Raise `ConfigError` unless a reward model can score single tokens."""
     if model["use_avg_pool"]:
         raise ConfigError(
             "model.use_avg_pool=True: this reward model scores the mean over all tokens, not "
@@ -150,8 +143,6 @@ _MEMBER_KEYS = ("ip", "port", "name", "weight")
 
 @dataclass(frozen=True)
 class RewardModelSpec:
-    """One reward model and its servers."""
-
     name: str | None  # its name in the ensemble; None for the only reward model
     endpoint: str  # name of the served model
     addresses: tuple[tuple[str, int], ...]  # (host, port) of each server; all serve the same model
@@ -160,10 +151,7 @@ class RewardModelSpec:
 
 
 def read_reward_models(cfg: Mapping, setting: str) -> list[RewardModelSpec]:
-    """The reward models of `cfg`, the section called `setting`.
-
-    `host` and `port` of `remote_rm` win over those of its `reward_model`.
-    """
+    """`host` and `port` of `remote_rm` win over those of its `reward_model`."""
     ensemble = cfg.get("reward_models")
     host, port = cfg.get("host"), cfg.get("port")  # keys of remote_rm only
     if ensemble is None:
@@ -187,8 +175,6 @@ def read_reward_models(cfg: Mapping, setting: str) -> list[RewardModelSpec]:
 
 @dataclass(frozen=True)
 class RewardServersSpec:
-    """Web servers that give the same rewards."""
-
     setting: str  # the key that names them, for error messages
     urls: list[str]
     token: str | None = field(default=None, repr=False)  # that they ask for, or None
@@ -233,7 +219,6 @@ def read_reward_servers(
 
 
 def read_teacher(cfg: Mapping, setting: str = "remote_teacher") -> RewardModelSpec:
-    """The served teacher that `cfg`, the section called `setting`, names."""
     return _read_one({"name": cfg["name"]}, setting, ip=cfg["host"], port=cfg["port"])
 
 

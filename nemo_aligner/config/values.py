@@ -13,7 +13,6 @@ from nemo_aligner.core.errors import ConfigError
 
 
 def plain_dict(cfg: DictConfig, resolve: bool = False) -> dict[str, Any]:
-    """`cfg` as nested dicts and lists, with its references as they are or resolved."""
     tree: Any = OmegaConf.to_container(cfg, resolve=resolve)
     return tree
 
@@ -30,7 +29,6 @@ def laid_over(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any
 
 
 def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted keys and values of a nested dict."""
     for key, value in tree.items():
         if isinstance(value, Mapping) and value:
             yield from leaves(value, f"{prefix}{key}.")
@@ -90,7 +88,6 @@ class Values:
         return self.get(key) is not None
 
     def error(self, key: str, text: str) -> ConfigError:
-        """The error that says `text` of the value at `key`."""
         return ConfigError(f"{key}={self.get(key)} {text}")
 
     def whole(self, key: str, minimum: int | None = None) -> int | None:
@@ -124,7 +121,6 @@ class Values:
             raise ConfigError(f"{key}={value} must be {' and '.join(bounds)}.")
 
     def choice(self, key: str, choices: tuple) -> None:
-        """Raise `ConfigError` unless the value, where set, is one of `choices`."""
         value = self.get(key)
         if value is not None and value not in choices:
             raise ConfigError(f"{key}={value!r} must be one of {', '.join(map(str, choices))}.")
@@ -144,9 +140,7 @@ class Values:
             raise ConfigError(f"{key}={low} is above {other}={high}; lower it.")
 
     def multiple(self, whole: str, *parts: str, times: Mapping[str, int]) -> None:
-        """Raise `ConfigError` unless the size at key `whole` is a multiple of the product of those
-        at `parts` and of the sizes in `times`; no check if one of the keys is not set.
-        """
+        """Refuse a size at `whole` that is no multiple of the others' product, if all are set."""
         total = self.whole(whole, minimum=1)
         factors = {part: self.whole(part, minimum=1) for part in parts}
         given = {part: size for part, size in factors.items() if size is not None}

@@ -1,9 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""How the prompts of one rollout reach the data-parallel ranks.
-
-`DefaultBatchIterator` gives each rank the micro-batches of its own sampler, `StoreBatchIterator`
-the next of a common queue when it is free. Either way all together get each micro-batch once.
+"""How the prompts of one rollout reach the data-parallel ranks, each micro-batch once: by the
+rank's own sampler (`DefaultBatchIterator`) or from a common queue (`StoreBatchIterator`).
 """
 
 import itertools
@@ -97,9 +95,7 @@ class StoreBatchIterator(DefaultBatchIterator):
 
 
 class HTTPBatchIterator(StoreBatchIterator):
-    """`StoreBatchIterator` with NeMo-Aligner's arguments for its Flask server, which are not
-    used: `shared_set`, `host` and `port`.
-    """
+    """A `StoreBatchIterator` with the arguments for NeMo-Aligner's Flask server, not used."""
 
     def __init__(self, shared_set: Any, host: str, port: int, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -113,25 +109,21 @@ class SharedSet:
         self.lock = threading.Lock()
 
     def clear(self) -> None:
-        """Remove all."""
         with self.lock:
             self.data.clear()
 
     def set_idx(self, ids: Iterable[int]) -> None:
-        """Add `ids`."""
         with self.lock:
             self.data.update(ids)
 
     def get_idx(self, batch_size: int) -> list[int]:
-        """Take `batch_size` of them, or what is left."""
         with self.lock:
             return [self.data.pop() for _ in range(min(batch_size, len(self.data)))]
 
 
 def _gather_microbatches(own: list[list[int]]) -> list[list[int]]:
     """The micro-batches of all data-parallel ranks, in turns; every rank of the job calls it."""
-    # Of all ranks, as the data-parallel group may be another one in generation; each rank of that
-    # in training counts once.
+    # Each rank of training's data-parallel group counts: in generation it may be another group.
     shares = gathered((parallel_state.get_data_parallel_rank(), own))
     by_rank = [microbatches for _rank, microbatches in sorted(dict(shares).items())]
     turns = itertools.chain(*itertools.zip_longest(*by_rank))

@@ -38,7 +38,6 @@ from nemo_aligner.data.nlp.sft import SFTChatDataset, SFTDataset
 from nemo_aligner.data.nlp.steerlm import SteerLM2Dataset
 from nemo_aligner.data.nlp.topk_logits import KnowledgeDistillationDataset
 
-# At their place in NeMo-Aligner.
 build_dataloader = loading.build_dataloader
 build_dataset_generic = loading.build_dataset_generic
 collate_with_batch_max_sequence_length = prompts.collate_with_batch_max_sequence_length
@@ -94,16 +93,14 @@ def build_sft_dataset(
     allow_empty_prompt: bool | None = False,
 ) -> SFTDataset | SFTChatDataset | PackedDataset:
     """Build the dataset of `model.data.train_ds` or `validation_ds`: prompts with their responses,
-    or conversations, whose form says how they begin and end. `ConfigError`: no files, or something
-    that is not supported.
+    or conversations. `ConfigError`: no files, or something that is not supported. Arguments that
+    are not listed are keys of `model.data`; `model_cfg` is not needed.
 
     Args:
-        data_cfg: `file_path` (one, a list, or a list of weights and files in turn: a blend),
+        data_cfg: `file_path` (one, a list, or weights and files in turn: a blend),
             `max_seq_length`, and optionally the other keys of that section.
         num_samples: use at most so many samples; None or below 1 means all.
         is_chat, special_tokens: `model.data.chat` and `chat_prompt_tokens` (None: NeMo's).
-        model_cfg: section `model` (NeMo-Aligner's argument); nothing of it is needed.
-        others: of `model.data`.
     """
     section = {key: data_cfg.get(key) for key in data_cfg}
     check_later(Values({"model": {"data": {"train_ds": section}}}), "gpt_sft")

@@ -20,9 +20,8 @@ DEFAULT_FORM = "conversations are written in {}, as model.data.chat_template is 
 
 
 def chat_form(data_cfg: Mapping[str, Any] | None, tokenizer: Tokenizer) -> ConversationForm | None:
-    """The form that `model.data` asks for; else, for conversations alone, that which the
-    checkpoint keeps, or the tokenizer's chat template; None: there is none. `ConfigError`: two are
-    asked for, or one that cannot be used with this tokenizer.
+    """The form that `model.data` asks for; else, for conversations alone, the checkpoint's or the
+    tokenizer's chat template, or None. `ConfigError`: two, or one that the tokenizer cannot use.
     """
     data_cfg = data_cfg or {}
     check_chat(data_cfg)
@@ -51,7 +50,6 @@ def chat_form(data_cfg: Mapping[str, Any] | None, tokenizer: Tokenizer) -> Conve
 
 
 def sft_chat_options(data: Mapping[str, Any]) -> dict[str, Any]:
-    """What `build_sft_dataset` is told by a section `model.data`."""
     form = ("chat_template", "chat_template_kwargs", "chat_date")
     options = {key: data.get(key) for key in (*form, "one_turn_per_sample", "allow_empty_prompt")}
     return {"is_chat": data["chat"], "special_tokens": data["chat_prompt_tokens"], **options}

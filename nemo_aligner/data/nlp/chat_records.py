@@ -28,19 +28,15 @@ ASSISTANT = "assistant"
 CONVERSATIONS, PAIR = ("messages", "conversations"), ("chosen", "rejected")
 BESIDE = ("system", "tools", "chat_template_kwargs", "mask", "type")  # fields of a conversation
 A_SAMPLE = ("text", "prompt", *CONVERSATIONS, *BESIDE)
-# Names of an assistant's thoughts beside its content.
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 
 
 class EqualPairError(UserError):
-    """A pair in which nothing can be preferred."""
-
     def __init__(self, how: str = "are equal") -> None:
         super().__init__(f"'chosen' and 'rejected' {how}, so there is nothing to prefer.")
 
 
 def conversation_field(record: Record) -> str | None:
-    """`messages` or `conversations`, which of them a record has; None: neither."""
     return next((field for field in CONVERSATIONS if record.get(field) is not None), None)
 
 
@@ -52,7 +48,6 @@ def holds_conversation(record: Record) -> bool:
 
 
 def holds_pair(record: Record) -> bool:
-    """Whether a record is a preference pair."""
     return "chosen" in record or "rejected" in record
 
 
@@ -67,7 +62,6 @@ def by_our_names(record: Record) -> Record:
 
 
 def conversation_messages(record: Record) -> list[Message]:
-    """The messages of a record's conversation, its system message first."""
     field = conversation_field(record)
     if field is None:
         raise UserError(
@@ -93,7 +87,6 @@ def prompt_messages(record: Record) -> list[Message]:
 
 
 def is_trained(message: Message) -> bool:
-    """Whether a message is one that supervised fine-tuning learns from."""
     return message["role"] == ASSISTANT and message.get("weight") != 0
 
 
@@ -153,7 +146,6 @@ def other_prompt(first: Record, second: Record) -> str:
 
 
 def _said(message: Message) -> tuple[str, str, Any]:
-    """Who speaks, the text, and the calls of tools."""
     names = ("from", "value") if "from" in message else ("role", "content")
     speaker, content = (message.get(name) for name in names)
     role = str(speaker).lower()
@@ -161,9 +153,7 @@ def _said(message: Message) -> tuple[str, str, Any]:
 
 
 def response_messages(record: Record) -> tuple[list[Message], int]:
-    """The conversation of `prompt` and `response`, a text or the messages that follow, and the
-    place where the response begins.
-    """
+    """`prompt` with `response`, a text or messages, and the place where the response begins."""
     if record.get("prompt") is None or record.get("response") is None:
         raise missing(("prompt", "response"), record)
     prompt = _with_system(record, _prompt(record))
@@ -171,7 +161,6 @@ def response_messages(record: Record) -> tuple[list[Message], int]:
 
 
 def check_response(messages: list[Message], field: str) -> None:
-    """Raise `UserError` unless a conversation ends with a message of the assistant."""
     role = messages[-1]["role"]
     if role != ASSISTANT:
         raise UserError(
@@ -181,7 +170,6 @@ def check_response(messages: list[Message], field: str) -> None:
 
 
 def record_tools(record: Record) -> list[Any] | None:
-    """The tools that a template is told of, a list; None without."""
     tools = record.get("tools")
     if isinstance(tools, str) and not tools.strip():
         return None
@@ -189,7 +177,6 @@ def record_tools(record: Record) -> list[Any] | None:
 
 
 def template_options(record: Record) -> dict[str, Any]:
-    """What a record gives to the template by name, an object."""
     given = record.get("chat_template_kwargs") or {}
     options: dict[str, Any] = _from_json(given, dict, "field 'chat_template_kwargs'")
     return options
@@ -265,7 +252,6 @@ def _text(content: Any, what: str) -> str:
 
 
 def _call(call: Any, what: str) -> Any:
-    """A call of a tool, with its arguments as an object."""
     check_kind(call, dict, what)
     if isinstance(call.get("function"), dict):
         return call | {"function": _call(call["function"], what)}
@@ -285,7 +271,6 @@ def _prompt(record: Record) -> list[Message]:
 
 
 def _with_system(record: Record, messages: list[Message]) -> list[Message]:
-    """`messages` after what the field `system` says."""
     system = record.get("system")
     if system is None or system == "":
         return messages
@@ -296,7 +281,6 @@ def _with_system(record: Record, messages: list[Message]) -> list[Message]:
 
 
 def _whole(record: Record, field: str, prompt: list[Message] | None) -> list[Message]:
-    """The conversation that ends with the response in `field`."""
     value = record[field]
     if isinstance(value, str):
         if prompt is None:

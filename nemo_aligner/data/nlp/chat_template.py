@@ -48,7 +48,7 @@ Decode = Callable[[list[int]], str]
 # (messages, with the generation prompt) -> text
 Render = Callable[[Sequence[Message], bool], str]
 Span = tuple[int, int]  # start and end in characters
-# What stands around the marked parts of a text: characters that no text has.
+# Around the marked parts of a text: characters that no text has.
 MARK_START, MARK_END = "\ufdd0", "\ufdd1"
 A_RESPONSE = "\ufdd2"  # what stands for one
 
@@ -56,7 +56,6 @@ A_RESPONSE = "\ufdd2"  # what stands for one
 def find_turns(
     text: str, messages: Sequence[Message], trained: Set[int], render: Render, turn_end: "TurnEnd"
 ) -> list[Span]:
-    """The turns `trained` (places) in `text`, which the template wrote for all of `messages`."""
     spans: list[Span] = []
     for place in sorted(trained):
         number, is_last = place + 1, place + 1 == len(messages)
@@ -166,7 +165,6 @@ class TurnEnd:
         return len(turn) if found is None else found.end(1)
 
     def ends(self, turn: str) -> bool:
-        """Whether a turn ends with a control token."""
         return self.other.search(turn) is not None
 
 
@@ -185,7 +183,6 @@ def _refusal(number: int, is_last: bool, why: str) -> UserError:
 
 
 def _difference(part: str, text: str) -> str:
-    """Where `part` leaves `text`, for a message."""
     same = len(os.path.commonprefix([part, text]))
     start = max(same - 20, 0)
     return f"{part[start : same + 30]!r} against {text[start : same + 30]!r}"
@@ -300,13 +297,11 @@ class ChatTemplate(ConversationForm):
         return encode_turns(text, spans, self.tokenize, self.inner.decode)
 
     def _inputs(self, record: Record) -> dict[str, Any]:
-        """What the template gets for a record, beside its messages."""
         return {"tools": record_tools(record), **self.options, **template_options(record)}
 
     def _write(
         self, messages: Sequence[Message], generation_prompt: bool, inputs: Mapping[str, Any]
     ) -> str:
-        """The text of a conversation, with marks where the template has them."""
         template = self.inner.get_chat_template(self.template, inputs.get("tools"))
         try:
             text = self.inner.apply_chat_template(
@@ -321,7 +316,6 @@ class ChatTemplate(ConversationForm):
         return str(text)
 
     def _control_pattern(self) -> str:
-        """Of the tokens that are no ordinary text."""
         tokens = {*self.inner.all_special_tokens, *self.inner.get_added_vocab()}
         return "|".join(map(re.escape, sorted(tokens, key=len, reverse=True))) or r"(?!)"
 

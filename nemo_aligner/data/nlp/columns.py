@@ -27,14 +27,12 @@ NOT_COLUMNS = ("text", "prompt", "messages", "prompts", "responses", "lengths")
 
 
 class Columns:
-    """Makes records from the rows of a file.
+    """Makes records from the rows of a file; `sources` are the columns that are read, the
+    outermost of nested ones.
 
     Args:
         fields: `model.data.columns` (docs/data.md), from the name of a field to where its value
             is; None or empty: rows are records as they are. `ConfigError`: another form.
-
-    Attributes:
-        sources: the columns that are read, the outermost of nested ones.
     """
 
     def __init__(self, fields: Mapping[str, Any] | None = None) -> None:
@@ -89,7 +87,6 @@ class Columns:
 
 
 def other_name(field: str, names: Iterable[str]) -> str | None:
-    """Which of the columns `names` looks like `field`."""
     names = set(names)
     return next((name for name in OTHER_NAMES.get(field, ()) if name in names), None)
 
@@ -126,7 +123,6 @@ def is_number(value: Any) -> bool:
 
 
 def check_kind(value: Any, kind: type, what: str) -> None:
-    """Raise `UserError` unless a value of a record, `what` in messages, is of a type."""
     if not isinstance(value, kind):
         needed = "text" if kind is str else "an object"
         found = "null" if value is None else type(value).__name__

@@ -24,15 +24,12 @@ _THINK = re.compile(r"</?think>")
 
 
 class Encoded(NamedTuple):
-    """The tokens of a conversation."""
-
     tokens: list[int]  # S ids, up to the end of the last of the assistant's turns
     # S values, True for the assistant's tokens, their end-of-turn tokens included
     is_response: list[bool]
 
 
 def check_written(number: int, message: Message, text: str) -> None:
-    """Raise `UserError` unless `text`, which a template wrote for a message, holds all of it."""
     written = without_layout(text)
     parts = _THINK.split(message["content"])
     parts += [message[name] for name in THOUGHTS if isinstance(message.get(name), str)]
@@ -59,7 +56,6 @@ def without_layout(text: str) -> str:
 
 
 def _leaves(value: Any) -> Iterator[Any]:
-    """The names and values in a call of a tool."""
     yield from value if isinstance(value, dict) else ()
     for item in value.values() if isinstance(value, dict) else value:
         yield from _leaves(item) if isinstance(item, dict | list) else [item]
@@ -91,7 +87,6 @@ class ConversationForm(ABC):
         """
 
     def conversation(self, record: Record) -> Encoded:
-        """A conversation, with every turn that is trained on."""
         return self.encode_messages(_conversation(record), record)
 
     def sample(self, record: Record) -> list[int]:
@@ -106,13 +101,11 @@ class ConversationForm(ABC):
         return better, self.encode_messages(rejected, record, first)
 
     def response(self, record: Record) -> Encoded:
-        """`prompt` with `response`, and which tokens are of the response."""
         messages, first = response_messages(record)
         return self.encode_messages(messages, record, first)
 
 
 def _conversation(record: Record) -> list[Message]:
-    """The messages of a conversation, which ends with a response."""
     messages = conversation_messages(record)
     check_response(messages, conversation_field(record) or "")
     return messages

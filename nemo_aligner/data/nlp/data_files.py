@@ -28,21 +28,17 @@ JSONL_ENDINGS = (".jsonl", ".json", ".ndjson")
 TABLE_ENDINGS = (".parquet", ".arrow")
 COMPRESSED_ENDINGS = (".gz", ".zst")
 CHUNK_ID = "CHUNK_ID"  # in the name of a file: a number
-# First bytes of a file, which tell a file without its ending.
 _MAGIC = {b"PAR1": ".parquet", b"\x1f\x8b": ".gz", b"\x28\xb5\x2f\xfd": ".zst"}
 
 
 class DataFile(NamedTuple):
-    """One entry of a list of data files: `path` of a file or folder, or a pattern; `columns` of
-    this entry alone, None: those of all files.
-    """
+    """An entry of a list of data files; `columns` of this one alone, None: those of all."""
 
     path: str
     columns: Mapping[str, Any] | None = None
 
     @classmethod
     def of(cls, entry: Any, key: str) -> "DataFile":
-        """From an entry of the list `key`: a path, or {path: ..., columns: {...}}."""
         if isinstance(entry, cls):
             return entry
         if not isinstance(entry, Mapping):
@@ -59,9 +55,7 @@ class DataFile(NamedTuple):
 
 
 def data_paths(value: Any, key: str) -> tuple[list[DataFile], list[float] | None]:
-    """Files from one entry (see `DataFile.of`) or a list of them; from a list of weights and
-    entries in turn, as in NeMo, also the weights.
-    """
+    """One entry (see `DataFile.of`) or a list; of weights and entries in turn also the weights."""
     value = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
     items = [value] if isinstance(value, str | Mapping) else list(value or [])
     if not items:
@@ -87,7 +81,6 @@ def _number(item: Any) -> float | None:
 
 
 def open_sources(path: Path, data_impl: str, index_dir: str | None) -> list[RecordSource]:
-    """The sources of one path, in order; `index_dir`: `model.data.index_mapping_dir`."""
     if not data_impl.startswith("json"):
         return [TokenFile(path, data_impl)]
     if path.is_dir():
@@ -107,9 +100,7 @@ def open_sources(path: Path, data_impl: str, index_dir: str | None) -> list[Reco
 
 
 def open_quickly(path: Path, data_impl: str, index_dir: str | None) -> list[RecordSource]:
-    """As `open_sources`, but of folders, patterns, tokens and large files that are unpacked only
-    whether they exist is checked.
-    """
+    """As `open_sources`, but of what takes long to open it checks only that it exists."""
     names = [f"{path}.idx", f"{path}.bin"] if data_impl == "mmap" else [str(path)]
     exists = all(glob.glob(name, recursive=True) or Path(name).exists() for name in names)
     if exists and not (data_impl.startswith("json") and path.is_file()):
@@ -146,7 +137,6 @@ def _choose_split(folder: Path, names: list[str]) -> str:
 
 
 def _ending(path: Path) -> str:
-    """What decides how a data file is read; "" for one that is not known by its name."""
     last = path.suffix.lower()
     if last in COMPRESSED_ENDINGS:
         return last if path.with_suffix("").suffix.lower() in JSONL_ENDINGS else ""
@@ -154,9 +144,7 @@ def _ending(path: Path) -> str:
 
 
 def _may_be_split(path: Path) -> bool:
-    """Whether `<folder>/<split>` can be one: `datasets` reads all folders below, which takes long
-    for a wrong path in a large folder.
-    """
+    """`datasets` reads all folders below, which takes long for a wrong path in a large folder."""
     if path.name not in ("train", "validation", "test"):
         return any(path.parent.glob(f"data/{glob.escape(path.name)}-*-of-*"))
     return any(_ending(each) for pattern in ("*", "*/*") for each in path.parent.glob(pattern))
@@ -198,7 +186,6 @@ def _open_file(path: Path, index_dir: str | None) -> RecordSource:
 
 
 def _kind(path: Path) -> str:
-    """The ending of a table or a compressed file; "" of another file."""
     kind = path.suffix.lower()
     if kind in TABLE_ENDINGS + COMPRESSED_ENDINGS:
         return kind

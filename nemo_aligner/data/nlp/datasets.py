@@ -111,7 +111,6 @@ class RegressionRewardModelDataset(EncodedDataset):
         return each_step(record, is_chat=form is not None and not form.default)
 
     def _inspect(self, record: Record) -> tuple[int, float, int]:
-        """Length of a text, and how many labels it has."""
         numbers = label_numbers(record, self.num_attributes)
         labels = sum(number != self.mask_value for number in numbers)
         return self.encoder.sample_length(record, self.seq_length), labels, 0
@@ -185,9 +184,8 @@ class RewardModelDataset(EncodedDataset):
     or lines `{"prompt": ..., "chosen": ..., "rejected": ...}`; or conversations.
 
     Items: `chosen`, `rejected` int64 [S], padded with eos; `chosen_length`, `rejected_length`
-    (scalars); `loss_mask` float32 [S], all 0 for an empty slot; `position_ids` [S]; `idx`. There
-    is no attention mask: attention is causal and the padding is on the right, so no token of the
-    text sees it.
+    (scalars); `loss_mask` float32 [S], all 0 for an empty slot; `position_ids` [S]; `idx`. No
+    attention mask: attention is causal and the padding is on the right.
     """
 
     lines_per_document = 2  # 1 if a line holds a pair
@@ -213,7 +211,6 @@ class RewardModelDataset(EncodedDataset):
         )
 
     def as_pair(self, record: Record) -> Record:
-        """A record with the fields `chosen` and `rejected`, if a pair stands in it."""
         return by_our_names(record)
 
     def _inspect(self, record: Record) -> tuple[int, float, int]:
@@ -235,7 +232,6 @@ class RewardModelDataset(EncodedDataset):
         return length, number, self._in_common(before or record, record)
 
     def _number(self, record: Record, in_line: bool) -> float:
-        """What is kept of a line beside its length."""
         if "label" in record and not in_line:  # neighbours among labelled texts are no pairs
             raise UserError(
                 "field 'label': this is data for regression, but pairs of lines are needed. Set "
@@ -260,7 +256,6 @@ class RewardModelDataset(EncodedDataset):
         return bool(in_line[0])
 
     def _check_prompts_of_pairs(self) -> None:
-        """Refuse pairs with different prompts, and count those that begin differently."""
         lines, starts = self.lines, self.lines.starts
         found = lines.extra % IN_LINE
         known = np.delete(found, starts)
@@ -519,10 +514,9 @@ class ResponseDataset(EncodedDataset):
         return response_messages(record)[0]
 
 
-# Value of the field `preference` -> desirable
 PREFERENCES = {"chosen": True, "rejected": False}
-# How far apart prompt and response of a mismatched sample are, as a share of the data set: the
-# golden section, so that they are in unlike places of files that have equal blocks.
+# Distance of a mismatched sample's prompt and response, as a share of the data set: the golden
+# section, so that they are in unlike places of files that have equal blocks.
 PARTNER = 0.381966
 
 
@@ -530,9 +524,8 @@ class KTOModelDataset(ResponseDataset):
     """Lines `{"prompt": ..., "response": ..., "preference": "chosen" or "rejected"}` (or true and
     false); texts or conversations, as for `ResponseDataset`.
 
-    Each item also holds a mismatched sample, its prompt with the response of another document,
-    always the same one, from which the distance of policy and reference is estimated. It is cut to
-    `seq_length`.
+    Each item also holds a mismatched sample, cut to `seq_length`: its prompt with always the same
+    other document's response, from which the distance of policy and reference is estimated.
 
     Items: `samples`, `kl_samples` int64 [S], padded with eos; `sample_length`, `kl_sample_length`
     (scalars); `sample_mask`, `kl_sample_mask` float32 [S], 1 on the tokens of the responses (all 0
@@ -601,7 +594,6 @@ class KTOModelDataset(ResponseDataset):
 
 
 def _preference(record: Record) -> bool:
-    """Whether the response of a record is desirable."""
     value = record.get("preference")
     if isinstance(value, bool):
         return value

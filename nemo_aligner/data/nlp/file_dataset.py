@@ -39,8 +39,6 @@ from nemo_aligner.data.nlp.sources import Record
 
 @dataclass(frozen=True)
 class Part:
-    """One sequence that the model sees."""
-
     name: str  # "prompt", "example", "response", "chosen", "rejected" or "text"
     tokens: list[int]  # its ids, without padding
     marked: list[bool]  # True for the tokens that are trained on, or at which a reward is read
@@ -59,8 +57,7 @@ class FileDataset(torch.utils.data.Dataset[dict[str, Any]], ABC):
 
     The arguments of most: `paths`, the files; `tokenizer`, NeMo's; `seq_length`, S; `data_cfg`,
     `model.data`; `name`, for messages. What has more than S tokens is left out, with a warning.
-
-    Index -1 is an empty slot of a padded validation batch: it returns the first item, masked.
+    Index -1 is an empty slot of a padded validation batch: the first item, masked.
 
     Attributes:
         lines: the records of all files.
@@ -88,9 +85,7 @@ class FileDataset(torch.utils.data.Dataset[dict[str, Any]], ABC):
     def checked_records(
         self, paths: Sequence[Any], depends_on: Sequence[Any], *fields: str, **options: Any
     ) -> Records:
-        """The records of `paths`, whose check depends on the tokenizer and on `depends_on`;
-        `fields`, `options`: of `Records`.
-        """
+        """The `Records` of `paths`; their check depends on the tokenizer and on `depends_on`."""
         settings = functools.partial(settings_of, self.tokenizer, *depends_on)
         options |= {"data_cfg": self.data_cfg, "settings": settings}
         return Records(paths, fields, self._inspect, **options)
@@ -158,7 +153,6 @@ class FileDataset(torch.utils.data.Dataset[dict[str, Any]], ABC):
     # --- for people: see `inspection/` ---
 
     def limit(self) -> str:
-        """The length that a document may have, in words."""
         return f"a text may have model.data.seq_length={self.seq_length} tokens"
 
     def by_length(self, notes: np.ndarray) -> list[tuple[str, np.ndarray, bool]]:
@@ -169,7 +163,6 @@ class FileDataset(torch.utils.data.Dataset[dict[str, Any]], ABC):
         return [(text, notes > self.seq_length, True)]
 
     def in_use(self) -> np.ndarray:
-        """Indices whose own documents are served, not others in their place."""
         return np.arange(len(self))
 
     @abstractmethod
@@ -177,7 +170,6 @@ class FileDataset(torch.utils.data.Dataset[dict[str, Any]], ABC):
         """What the model sees of an item; `padding`: `model.pad_token_id`."""
 
     def note(self, item: dict[str, Any]) -> str:
-        """More to know of an item, such as its label."""
         return ""
 
     def form_of(self, record: Record) -> ConversationForm | None:
@@ -185,7 +177,6 @@ class FileDataset(torch.utils.data.Dataset[dict[str, Any]], ABC):
         return self.form if self.encoder is None else self.encoder.form_of(by_our_names(record))
 
     def messages(self, record: Record) -> list[Message]:
-        """The messages of a record's conversation."""
         if holds_pair(record):
             chosen, rejected, _place = pair_messages(record)
             return [*chosen, *rejected]
@@ -203,7 +194,6 @@ class FileDataset(torch.utils.data.Dataset[dict[str, Any]], ABC):
         return other
 
     def documents_by_file(self) -> list[np.ndarray]:
-        """The documents served, separately for each file, in order."""
         lines = self.documents * self.lines_per_document
         files = np.searchsorted(self.lines.first_of_file, lines, side="right")
         return [self.documents[files == n] for n in range(1, len(self.lines.counts) + 1)]
@@ -216,10 +206,8 @@ Dataset = TypeVar("Dataset", bound=type)
 
 
 def accepts_nemo_aligner_call(cls: Dataset) -> Dataset:
-    """Decorator of a `FileDataset`: it accepts NeMo-Aligner's arguments too.
-
-    The records are those of `data`, which has been read already; they are written to a file that
-    lives as long as the dataset. `documents`, `seed` and `drop_last` decide nothing, as there.
+    """Decorator of a `FileDataset`: it accepts NeMo-Aligner's arguments too. The records of `data`
+    are written to a file that lives as long as the dataset; the other arguments decide nothing.
     """
     own_init = cls.__init__  # type: ignore[misc]
 
@@ -261,8 +249,6 @@ def _write_records(data: Sequence[Any], folder: Path, name: str) -> str:
 
 @accepts_nemo_aligner_call
 class EncodedDataset(FileDataset):
-    """A dataset of records that a `RecordEncoder` reads."""
-
     what: Any  # decides, with `seq_length`, what `_inspect` finds
     expand: Callable[[Record], list[Record]] | None = None  # of `Records`
 
@@ -309,9 +295,7 @@ def blend(by_file: list[np.ndarray], weights: Sequence[float], size: int) -> np.
 def documents_within(
     lengths: np.ndarray, seq_length: int, name: str, what: str, are_longer: str
 ) -> np.ndarray:
-    """Numbers of the documents of at most `seq_length` tokens; a warning counts the others.
-    `UserError`: there are none.
-    """
+    """Documents of at most `seq_length` tokens; the others are counted. `UserError`: none."""
     documents = np.flatnonzero(lengths <= seq_length)
     if not len(documents):
         raise UserError(
@@ -328,19 +312,16 @@ def documents_within(
 
 
 def slot(index: int, length: int, width: int) -> dict[str, torch.Tensor]:
-    """`loss_mask` float32 [width], 1 up to `length`, all 0 for an empty slot; and more."""
     places = torch.arange(width)
     used = (places < (length if index >= 0 else 0)).float()
     return {"loss_mask": used, "position_ids": places, "idx": torch.tensor(index)}
 
 
 def trained_part(name: str, tokens: torch.Tensor, mask: torch.Tensor, length: int) -> Part:
-    """A sequence whose tokens are trained on where the mask, of tokens, is not 0."""
     return Part(name, tokens.tolist()[:length], mask.ne(0).tolist()[:length])
 
 
 def labelled_part(tokens: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor) -> Part:
-    """An example whose labels are trained on where the mask, of labels, is not 0."""
     return Part("example", [int(tokens[0]), *labels.tolist()], [False, *mask.ne(0).tolist()])
 
 

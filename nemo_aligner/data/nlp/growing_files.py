@@ -1,8 +1,6 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A file that a command writes line by line, in the order of its input: stopped, the command goes
-on where the file ends.
-"""
+"""A file that a command writes line by line; stopped, the command goes on where the file ends."""
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -11,12 +9,9 @@ from nemo_aligner.checkpoint.checksums import save_error
 
 
 def complete_lines(path: Path, check: Callable[[int, bytes], None]) -> int:
-    """How many whole lines a file holds, 0 if there is none; a torn last line is removed. Its
-    folder is made (`SaveError`: it cannot be).
-
-    Args:
-        check: called with the number of each line, from 0, and the line; raises if it is not what
-            the command would have written.
+    """How many whole lines a file holds, 0 without one; a torn last line is removed. Its folder is
+    made (`SaveError`: it cannot be). `check` gets the number of each line, from 0, and the line,
+    and raises if the command would not have written it.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -38,7 +33,6 @@ def complete_lines(path: Path, check: Callable[[int, bytes], None]) -> int:
 
 
 def append_lines(path: Path, lines: Iterable[str]) -> None:
-    """Add lines, each with its newline, to a file; `SaveError`: it cannot be written."""
     try:
         with path.open("a", encoding="utf-8") as file:
             file.writelines(lines)

@@ -30,8 +30,6 @@ FOLDER = ".nemo_aligner_index"
 
 
 class Index(NamedTuple):
-    """What the check of a data file found; see `RecordSource` and `Records`."""
-
     offsets: np.ndarray  # int64
     notes: np.ndarray  # int64 [records], as the others
     numbers: np.ndarray  # float64
@@ -48,7 +46,6 @@ def file_fingerprint(path: Path) -> str:
 
 
 def key(*parts: Any) -> str:
-    """A hash of `parts`, which are made of texts, numbers, lists and dicts."""
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
 
 
@@ -62,9 +59,7 @@ def code_fingerprint() -> str:
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str | None:
-    """A hash of what decides how the tokenizer cuts a text; None for a kind of tokenizer whose
-    state cannot be read, with which nothing is kept for a second start.
-    """
+    """A hash of what decides how it cuts a text; None if that cannot be read: nothing is kept."""
     inner: Any = getattr(tokenizer, "tokenizer", None)
     if hasattr(inner, "backend_tokenizer"):  # of Hugging Face, fast
         state = inner.backend_tokenizer.to_str()
@@ -88,7 +83,6 @@ def tokenizer_fingerprint(tokenizer: Any) -> str | None:
 
 
 def keep_index(data: Path, index_dir: str | None, name: str, make: Callable[[], Index]) -> Index:
-    """What `make` returns, kept as the index `name` of `data`; or what is kept already."""
     made: list[Index] = []
 
     def write(path: Path) -> None:
@@ -113,9 +107,8 @@ def keep_index(data: Path, index_dir: str | None, name: str, make: Callable[[], 
 def keep_file(
     data: Path, index_dir: str | None, name: str, write: Callable[[Path], None]
 ) -> Path | None:
-    """The path of the file `name` for the data file or folder `data`, which `write` writes to the
-    path that it is given unless it exists; None if no folder for it can be written. `UserError`:
-    there is no room for it.
+    """The path of the file `name` for the data file or folder `data`, which `write` makes unless
+    it exists; None if no folder for it can be written. `UserError`: there is no room for it.
     """
     from nemo.utils import logging  # here, as below: NeMo takes seconds to import
 
@@ -153,9 +146,7 @@ def keep_file(
 def keep_copy(
     data: Path, index_dir: str | None, stem: str, ending: str, write: Callable[[Path], None]
 ) -> Path:
-    """The path of a copy of a data file in another form, which `write` writes; where no folder can
-    be written it lives as long as this process.
-    """
+    """The copy's path; where no folder can be written it lives as long as this process."""
     from nemo.utils import logging
 
     name = f"{stem}-{key(file_fingerprint(data))}{ending}"

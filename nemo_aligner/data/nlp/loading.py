@@ -40,24 +40,21 @@ def build_train_valid_test_datasets(
     n_examples_per_chunk: int | Mapping[str, int] | None = None,
 ) -> Datasets:
     """Build (train, validation, test) datasets; None where there are no files. With further keys
-    `validation_<name>` the validation entry is a dict from key to dataset.
+    `validation_<name>` the validation entry is a dict from key to dataset. `ConfigError`:
+    `data_prefix`, `data_impl` or `splits_string` cannot be used.
 
     Args:
         cls: of the datasets: one of ours, or one with NeMo-Aligner's constructor.
         cfg: section `model`.
-        data_prefix: mapping with the files (one path or a list) of `train`, `validation` and
-            `test`, of which the last two are optional; or one path or list that `splits_string`
-            divides. A list of weights and paths in turn, [0.3, a, 0.7, b], blends the files.
+        data_prefix: the files (one path or a list) of `train` and maybe `validation` and `test`;
+            or one path or list that `splits_string` divides. A list of weights and paths in turn,
+            [0.3, a, 0.7, b], blends the files.
         data_impl: one of `data_rules.DATA_IMPLS`, for distillation also chunked_jsonl.
         splits_string: weights of the three contiguous parts of one common list of files.
         train_valid_test_num_samples: use at most so many samples of each; below 1 means all. A
             blend has exactly so many, or as many as its files together.
         seed, n_examples_per_chunk: not used (samplers shuffle; files say what they hold).
-        n_chunks: for distillation, how many files a name with CHUNK_ID stands for, one number, or
-            that of each part.
-
-    Raises:
-        ConfigError: `data_prefix`, `data_impl` or `splits_string` cannot be used.
+        n_chunks: for distillation, files that CHUNK_ID stands for: a number, or one for each part.
     """
     if getattr(cls, "in_chunks", False):
         data_impl = "jsonl" if data_impl == "chunked_jsonl" else data_impl
@@ -157,7 +154,6 @@ def _split_common_files(
 def build_configured_datasets(
     cfg: DictConfig, build: Callable[..., Datasets], tokenizer: Tokenizer
 ) -> Datasets:
-    """(train, validation, test) datasets from the section `model.data`, by `build`."""
     data = cfg.model.data
     return build(
         cfg=cfg.model,
@@ -267,7 +263,7 @@ def build_dataloader(
         pin_memory=torch.cuda.is_available(),
         collate_fn=collate_fn,
         worker_init_fn=ignore_signals,
-        # Of which each new iterator draws a seed, not of the global one.
+        # Not from the global generator: each new iterator draws a seed.
         generator=torch.Generator().manual_seed(cfg.model.seed),
     )
 

@@ -55,8 +55,6 @@ class Turn:
 
 @dataclass(frozen=True)
 class Source:
-    """A conversation."""
-
     system: str  # text of the system turn
     turns: tuple[Turn, ...]  # in order
     masked: tuple[str, ...] = (USER,)  # speakers who are not trained on
@@ -87,12 +85,10 @@ class ChatTokens:
         return cls(**found)
 
 
-# Those of NeMo where a script gives none.
 NEMO_TOKENS = ChatTokens("<extra_id_0>", "<extra_id_1>", "<extra_id_2>", "\n", "\n")
 
 
 def header_text(source: Source, marks: ChatTokens) -> str:
-    """The system turn."""
     return marks.system_turn_start + SYSTEM + marks.end_of_name + source.system + marks.end_of_turn
 
 
@@ -157,7 +153,6 @@ class NeMoChat(ConversationForm):
         return self.encode(source_of_messages(messages, first))
 
     def encode(self, source: Source) -> Encoded:
-        """The tokens of a conversation and which of them are trained on."""
         tokens = self.tokenizer.text_to_ids(chat_text(source, self.marks))
         header = self.tokenizer.text_to_ids(header_text(source, self.marks))
         parts = [self._ids(turn_text(turn, source.kind, self.marks)) for turn in source.turns]
@@ -184,13 +179,11 @@ class NeMoChat(ConversationForm):
     def _trained(
         self, source: Source, number: int, turn: Turn, part: Sequence[int]
     ) -> tuple[int, int]:
-        """Start and end of the tokens of a turn that are trained on."""
         context = 0 if source.kind == TEXT_TO_VALUE else 1
         if number < context:
             return 0, 0  # it is the context of the others, whoever speaks
         if not source.trains(turn):
-            # Its TURN ends the response before it. NeMo trains on it behind a masked turn too,
-            # such as between two tools' replies, where no response ends.
+            # Its TURN ends the response before it. Behind masked turns NeMo trains on it too.
             follows_response = number > context and source.trains(source.turns[number - 1])
             return 0, len(self._turn_start_ids) * follows_response
         name = len(self._ids(self.marks.turn_start + turn.speaker + self.marks.end_of_name))

@@ -1,9 +1,8 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
 """Several SFT examples in one sequence (`packed_sequence: True`), which saves the padding.
-
-Positions restart at each example and no example attends to another, so loss and gradient are those
-of the examples one by one.
+Positions restart at each and none attends to another: loss and gradient are those of the single
+examples.
 """
 
 import bisect

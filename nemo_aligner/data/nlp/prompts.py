@@ -26,10 +26,8 @@ from nemo_aligner.data.nlp.sources import Record
 class RLHFDataset(EncodedDataset):
     """Prompts: lines `{"text": prompt}`, tokenized as they are, or conversations that end with the
     user. One of more than `max_prompt_length` tokens is replaced by the next one that fits, with a
-    `loss_multiplier` of 0: batches stay full, but it must not train.
-
-    Args:
-        limit_text: the limit in words, and where it comes from; for messages.
+    `loss_multiplier` of 0: batches stay full, but it must not train. `limit_text` is the limit in
+    words, and where it comes from.
 
     Items: `text` int64 [P], and as scalars `length` (P), `loss_multiplier` float32 (from the
     column that `data_cfg.sample_weight` names, else 1), `idx`, the index that was asked for, and
@@ -89,7 +87,6 @@ class RLHFDataset(EncodedDataset):
         return self.data_cfg.get("sample_weight") if self.name == "train" else None
 
     def _weight(self, document: int) -> float:
-        """What its record says in the column `sample_weight`; 1 without that key."""
         column = self._weight_column
         if not column:
             return 1.0
@@ -203,7 +200,6 @@ class PromptColumns:
                     raise UserError(f"{where} cannot be given to a reward: {error}") from None
 
     def record(self, number: int) -> Record:
-        """The whole record with this number."""
         return next(lines[number - first] for first, lines in self.records if number >= first)
 
     def __call__(self, numbers: torch.Tensor) -> list[dict[str, Any]]:
@@ -221,16 +217,13 @@ def collate_with_batch_max_sequence_length(
     generate_masks_and_position_ids: bool = True,
 ) -> dict[str, torch.Tensor]:
     """Collate b items of `RLHFDataset`: pad with `eos_id` on the right to the longest prompt plus
-    `response_token_length` columns.
-
-    Args:
-        reset_position_ids, reset_attention_mask, eod_mask_loss: not used.
-        generate_masks_and_position_ids: also return `attention_mask` bool [1, 1, S, S] (True: must
-            not see), `position_ids` [b, S] and `loss_mask` float32 [b, S].
+    `response_token_length` columns; the next three arguments are not used.
 
     Returns:
         `text` int64 [b, S], `length`, `idx` int64 [b], `loss_multiplier` float32 [b], and `record`
-        int64 [b] if the items have it.
+            int64 [b] if the items have it; with `generate_masks_and_position_ids` also
+            `attention_mask` bool [1, 1, S, S] (True: must not see), `position_ids` [b, S] and
+            `loss_mask` float32 [b, S].
     """
     texts = [item["text"] for item in data_batch]
     width = max(map(len, texts)) + response_token_length
@@ -261,7 +254,6 @@ def collate_with_pad_to_max_batch(
 
 
 def identity_collate(batch: list[Any]) -> list[Any]:
-    """Return a list of items as it is."""
     return batch
 
 
@@ -280,9 +272,7 @@ def single_validation_set(
 def check_pad_to_length(
     cfg: DictConfig, remote: str, section: str, datasets: Iterable[RLHFDataset]
 ) -> None:
-    """Warn if a sample can be wider than `pad_to_length` of the section `remote`, by the
-    `length_params` of `model.<section>`.
-    """
+    """Warn if a sample can be wider than `pad_to_length` of the section `remote`."""
     pad_to_length = cfg[remote].pad_to_length
     max_length = cfg.model[section].length_params.max_length
     if pad_to_length is None:

@@ -32,11 +32,7 @@ EXTRA_TOKENS = 8
 
 
 class TextEncoder:
-    """Tokenizes a text without a template; tokens stay as they are.
-
-    Args:
-        data_cfg: `model.data`; `add_bos`, `append_eod` and `apply_ftfy` are optional.
-    """
+    """Tokenizes a text without a template; tokens stay as they are. `data_cfg`: `model.data`."""
 
     def __init__(self, tokenizer: Tokenizer, data_cfg: Mapping[str, Any] | None = None) -> None:
         data_cfg = data_cfg or {}
@@ -102,19 +98,14 @@ SURE = 1 << 30  # characters that a pair has in common whose prompt is known
 
 
 class RecordEncoder:
-    """Tokenizes records.
+    """Tokenizes records; every method raises `UserError` for one that it cannot use.
 
     Without a form for conversations a prompt is the field `text`, or a text in `prompt`; a sample
     is `text`; a pair is `chosen` and `rejected`, which continue `prompt` if there is one, else
     begin with it, up to the last `prompt_end` that both share. Texts stay as they are. In a form
     all are conversations; in one that nobody has asked for only records that hold messages.
 
-    Args:
-        data_cfg: `model.data`.
-        form: of conversations; None: `chat_form`'s.
-
-    Every method raises `UserError` for a record that it cannot use. A length is exact above
-    `limit`, else possibly an upper bound.
+    `form` None: `chat_form`'s. A length is exact above `limit`, else possibly an upper bound.
     """
 
     def __init__(
@@ -131,7 +122,6 @@ class RecordEncoder:
         self.allow_empty_prompt = bool(data_cfg.get("allow_empty_prompt"))
 
     def depends_on(self) -> list[Any]:
-        """All that the tokens of a record depend on, beside the tokenizer."""
         texts, form = self.encode_text, None if self.form is None else self.form.state
         ftfy = "" if texts.fix_text is None else importlib.metadata.version("ftfy")
         return [texts.add_bos, texts.append_eod, ftfy, form, self.prompt_end]
@@ -175,7 +165,6 @@ class RecordEncoder:
         return isinstance(text, str) and not text.strip()
 
     def sample(self, record: Record) -> list[int]:
-        """The tokens of a prompt with its response."""
         text = self._text(record, has_conversation=False)
         if text is not None:
             return self.encode_text(text)
@@ -198,7 +187,6 @@ class RecordEncoder:
         return chosen, rejected
 
     def with_response(self, record: Record) -> Encoded:
-        """`prompt` with `response`: what follows, or the assistant's messages after it."""
         form = self.form_of(record)
         if form is not None:
             return form.response(self._fixed(record))
@@ -231,11 +219,8 @@ class RecordEncoder:
         return max(self.encode_text.length(prompt + text, limit) for text in responses)
 
     def in_common(self, first: Record, second: Record) -> int:
-        """How many characters (or tokens) two samples begin with in common; `SURE` if they are
-        known to have the same prompt.
-
-        Raises:
-            UserError: they are known to have different ones.
+        """How many characters (or tokens) two samples begin with in common; `SURE` if the prompt
+        is known to be the same, `UserError` if not to be.
         """
         one, other = (self._text(record, has_conversation=False) for record in (first, second))
         if one is not None and other is not None:
@@ -251,14 +236,12 @@ class RecordEncoder:
         return SURE
 
     def pair_in_common(self, record: Record) -> int:
-        """The same for the texts of a pair that stands in one record."""
         if self.form_of(record) is not None:
             return SURE
         prompt, first, second = self._pair_texts(record)
         return SURE if prompt.strip() else common_length(first, second)
 
     def _parts(self, record: Record, *fields: str, whole: bool = False) -> list[str]:
-        """The text of a prompt, and of the fields that continue it."""
         texts = plain_texts(record, *fields)
         if record.get("prompt") is not None:
             return plain_texts(record, "prompt", allow_blank=True) + texts
@@ -274,9 +257,7 @@ class RecordEncoder:
         )
 
     def _split(self, texts: Sequence[str], what: str) -> list[str]:
-        """What whole texts begin with, up to the last `prompt_end` that all share, and how each
-        of them goes on.
-        """
+        """What texts begin with, up to the last shared `prompt_end`, and how each goes on."""
         shared = texts[0][: common_length(texts[0], texts[-1])]
         place = shared.rfind(self.prompt_end) + len(self.prompt_end)
         if self.prompt_end not in shared or not all(text[place:].strip() for text in texts):
@@ -294,7 +275,6 @@ class RecordEncoder:
         return parts
 
     def _may_be_the_same(self, first: str, second: str) -> bool:
-        """False only if a tokenizer keeps the texts apart."""
         fix = self.encode_text.fix_text or str
         first, second = fix(first), fix(second)
         heads = [_letters(text[:64]) for text in (first, second)]  # most differ in them already
@@ -302,7 +282,6 @@ class RecordEncoder:
         return heads[0][:common] == heads[1][:common] and _letters(first) == _letters(second)
 
     def _prompt_text(self, record: Record) -> str | np.ndarray | None:
-        """The text of a prompt that stays as it is; None for a conversation."""
         prompt = record.get("prompt")
         if self.form_of(record) is None and "text" not in record and prompt is not None:
             return plain_texts(record, "prompt", allow_blank=True)[0]
@@ -332,7 +311,6 @@ class RecordEncoder:
         return text
 
     def _fixed(self, record: Record) -> Record:
-        """A record whose texts are mended with `model.data.apply_ftfy`."""
         fix = self.encode_text.fix_text
 
         def fixed(value: Any) -> Any:

@@ -21,13 +21,12 @@ from nemo_aligner.data.nlp.columns import Columns, check_kind, missing
 from nemo_aligner.data.nlp.data_files import DataFile, open_sources
 from nemo_aligner.data.nlp.sources import Record, RecordSource
 
-# What to do about a conversation that is read as a text.
 NO_FORM = (
     "A conversation needs a form, and the tokenizer has no chat template: set "
     "model.data.chat_template to the file of one, or model.data.chat=True. (SFT reads a file as "
     "its first line says: give texts and conversations in files of their own.)"
 )
-# From a record to what is kept of its check: a whole number, or that with one or two more.
+# What is kept of a record's check: a whole number, or that with one or two more.
 Inspect = Callable[[Record], int | tuple[int, float] | tuple[int, float, int]]
 
 
@@ -46,13 +45,11 @@ class Records(Sequence):
 
     Attributes:
         paths, counts, first_of_file: of each entry, how many records, number of the first.
-        notes, numbers, extra: int64, float64, int64 [number of records], of `inspect`; 0 where it
-            returns fewer.
+        notes, numbers, extra: int64, float64, int64 [number of records], of `inspect`, else 0.
         starts: int64, numbers of the first records of the sources, of which an entry has some.
         rows: int64 [number of records], with `expand`: the rows of all files, counted.
 
-    Raises:
-        UserError: a file is missing, empty or damaged, or a record is broken; with file and row.
+    `UserError`: a file is missing, empty or damaged, or a record is broken; with file and row.
     """
 
     def __init__(
@@ -173,16 +170,13 @@ class Records(Sequence):
         return index - first if self.rows is None else int(self.rows[index] - self.rows[first])
 
     def where(self, index: int) -> str:
-        """File and row of a record, for messages."""
         number, place = self._place(index)
         source = self.sources[number]
         row, _ = next(itertools.islice(source.scan(), place, None))
         return f"{source.path}, {source.unit} {row}"
 
     def first_rows(self) -> Iterator[tuple[Path, Record, set[str]]]:
-        """Of each entry with a record the path, its first record, and its columns but for those
-        that `columns` reads.
-        """
+        """Of each entry with records: path, first record, columns that `columns` does not read."""
         for path, first, count in zip(self.paths, self.first_of_file, self.counts, strict=True):
             if count:
                 number, place = self._place(int(first))

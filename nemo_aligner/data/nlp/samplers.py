@@ -16,16 +16,14 @@ from nemo_aligner.core.errors import ConfigError, UserError
 
 
 class BatchSampler:
-    """Sizes, checks and counters that the four samplers share.
+    """Sizes, checks and counters of the four samplers. `UserError`, `ConfigError`: sizes that do
+    not fit each other.
 
     Args:
         drop_last: leave out the samples that do not fill a global batch.
         global_batch_size: over all ranks; None for one micro-batch per rank.
         pad_samples_to_global_batch_size: with `drop_last=False`, fill up with the index -1.
         seed: of the permutations (random samplers only).
-
-    Raises:
-        UserError, ConfigError: sizes that do not fit each other; says which keys to change.
     """
 
     yields_micro_batches: bool
@@ -82,7 +80,6 @@ class BatchSampler:
         self.data_parallel_rank, self.data_parallel_size = data_parallel_rank, data_parallel_size
         self.drop_last, self.seed = drop_last, seed
         self.samples_per_epoch = self._whole_batches(total_samples)
-        # Indices in one yielded batch.
         share = global_batch_size // data_parallel_size
         self.local_batch_size = micro_batch_size if self.yields_micro_batches else share
 
@@ -102,7 +99,6 @@ class BatchSampler:
         return self._position()[2] // (self.local_batch_size * self.data_parallel_size)
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Dataset indices of this rank's batches."""
         return self._at_random() if self.is_random else self._in_order()
 
     def _at_random(self) -> Iterator[list[int]]:
@@ -123,7 +119,6 @@ class BatchSampler:
         self.consumed_samples = (epoch + 1) * self.samples_per_epoch
 
     def _in_order(self) -> Iterator[list[int]]:
-        """The dataset's own order; an iteration starts at `consumed_samples`."""
         size, ranks, rank = self.local_batch_size, self.data_parallel_size, self.data_parallel_rank
         _epoch, first, left = self._position()
         for start in range(first, first + left, size * ranks):

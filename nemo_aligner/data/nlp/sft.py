@@ -41,8 +41,7 @@ class Examples(FileDataset):
         data_cfg: the section of the data: `columns`, `index_mapping_dir`.
         pad_to_max_length: pad each batch to `max_seq_length`, not to its longest example.
 
-    Items: `tokens` list of ids, `trained` list of bools (True: trained on), `idx`. `collate_fn`
-    makes batches of them.
+    Items: `tokens` list of ids, `trained` list of bools (True: trained on), `idx`.
     """
 
     what: str  # for messages, as the next two
@@ -100,11 +99,9 @@ class Examples(FileDataset):
         return {"tokens": tokens, "trained": trained, "idx": index}
 
     def collate_fn(self, items: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-        """Collate B items to a batch of width S, their longest length rounded up to 16.
-
-        Returns:
-            `tokens`, `labels` int64 [B, S], padded with eos (labels: the token that follows);
-            `loss_mask` float32 [B, S], 1.0 where the label counts; `position_ids` [B, S].
+        """Collate B items to width S, their longest length rounded up to 16: `tokens`, `labels`
+        int64 [B, S], padded with eos (labels: the token that follows); `loss_mask` float32 [B, S],
+        1.0 where the label counts; `position_ids` [B, S].
         """
         width = self.max_seq_length
         if not self.pad_to_max_length:
@@ -157,7 +154,6 @@ class SFTDataset(Examples):
     Args:
         add_bos: begin each example with bos; None: as the tokenizer itself does it.
         keep_lengths: count the tokens of every example at start, for `lengths`.
-        options: of `Examples`.
     """
 
     what, cut = "examples", "they are cut off"
@@ -256,15 +252,11 @@ class SFTDataset(Examples):
 
 
 class SFTChatDataset(Examples):
-    """Conversations, lines `{"messages": [...]}` or `{"conversations": [...]}`, of which the
-    assistant's turns are trained on, with the tokens that end them.
+    """Conversations, lines `{"messages": [...]}` or `{"conversations": [...]}`: the assistant's
+    turns are trained on, with the tokens that end them. One of more than `max_seq_length` + 1
+    tokens is cut at its end (the last token is predicted, but not read).
 
-    Of one with more than `max_seq_length` + 1 tokens the end is cut off (the last token is
-    predicted, but not read).
-
-    Args:
-        one_turn_per_sample: make a sample of each of the assistant's turns (`each_turn`).
-        options: of `Examples`.
+    `one_turn_per_sample`: make a sample of each of the assistant's turns (`each_turn`).
     """
 
     read_fields = (*CONVERSATIONS, *BESIDE)

@@ -53,9 +53,7 @@ class RecordSource:
 
 
 class JsonLinesFile(RecordSource):
-    """A file with one JSON object per line; blank lines do not count. The content of a compressed
-    one is its unpacked copy, or bytes.
-    """
+    """One JSON object per line, but for blank lines; a compressed file is read unpacked."""
 
     unit = "line"
 
@@ -64,8 +62,7 @@ class JsonLinesFile(RecordSource):
         self.content = content
 
     def __getitem__(self, number: int) -> Record:
-        # Opened anew each time: worker processes of a DataLoader would share the position in an
-        # open file.
+        # Opened anew each time: worker processes would share the position in an open file.
         with self._open() as file:
             file.seek(self.offsets[number])
             record: Record = json.loads(file.readline())
@@ -152,7 +149,6 @@ def _without_nulls(row: Record) -> Record:
 
 
 def open_parquet(path: Path, index_dir: str | None) -> ArrowTable:
-    """The rows of a parquet file."""
     import pyarrow as pa
     import pyarrow.parquet as pq
     from datasets.table import InMemoryTable, MemoryMappedTable
@@ -250,7 +246,7 @@ def _readable(
         ) from None
 
 
-# What a pickled array of arrays of numbers is made of, by module (of NumPy 1 and 2) and name.
+# What a pickled array of numbers is made of, by module (of NumPy 1 and 2) and name.
 _MULTIARRAY = ("numpy.core.multiarray", "numpy._core.multiarray")
 _ARRAY_MODULES = ("numpy", *_MULTIARRAY)
 _ARRAY_NAMES = ("_reconstruct", "ndarray", "dtype", "scalar")

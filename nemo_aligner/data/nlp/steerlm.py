@@ -49,12 +49,10 @@ SYSTEM_PROMPT = (
 
 
 def encode_label(values: Mapping[str, Any]) -> str:
-    """The text of a label: "name:value" with commas between them, in the order of `values`."""
     return ",".join(f"{name}:{value}" for name, value in values.items())
 
 
 def parse_label(text: str, attributes: Sequence[str]) -> dict[str, float]:
-    """The values of a label by attribute."""
     values: dict[str, float] = {}
     for part in text.split(","):
         name, colon, value = part.strip().partition(":")
@@ -83,7 +81,6 @@ def rounded_label(values: Sequence[float], attributes: Sequence[str]) -> str:
 
 
 def read_attributes(text: str) -> tuple[str, ...]:
-    """The attributes of a list with commas."""
     names = tuple(name.strip() for name in text.split(","))
     if not all(names) or len(set(names)) < len(names):
         raise UserError(f"--attributes {text}: give different names with commas between them.")
@@ -182,7 +179,6 @@ def help_steer_record(row: Mapping[str, Any], attributes: Sequence[str]) -> Reco
     return labelled_conversation([prompt, response])
 
 
-# Fields of a response, as NeMo-Aligner names them.
 LOG_P_ATTRIBUTES, LOG_P_RESPONSE, LOG_Q = "log(P(a|x,y))", "log(P(y|x))", "log(Q(y|a,x))"
 
 
@@ -194,15 +190,10 @@ class SteerLM2Dataset(Examples):
                         "log(P(y|x))": number, "log(Q(y|a,x))": number}, ...]}
 
     in NeMo's chat format, the label before each response. A prompt with a response of more than
-    `max_seq_length` + 1 tokens is left out. Prompts may have different numbers of responses.
-
-    Args:
-        special_tokens: `model.data.chat_prompt_tokens`; None: those of NeMo.
-        options: `columns` and `index_mapping_dir`, where there is no `data_cfg`; others, of
-            NeMo's data set of texts, have no effect.
+    `max_seq_length` + 1 tokens is left out. `special_tokens`: `model.data.chat_prompt_tokens`
+    (None: NeMo's); `options`: `columns` and `index_mapping_dir`, where there is no `data_cfg`.
 
     Items: `responses`, a list of `Encoded`; `ws` and `log(Q(y|a,x))`, float64 arrays; `idx`.
-    `collate_fn` makes batches of them.
     """
 
     def __init__(
@@ -246,8 +237,7 @@ class SteerLM2Dataset(Examples):
             last = Turn(speaker, response["value"], label)
             source = Source(record.get("system") or "", (*turns, last), others, VALUE_TO_TEXT)
             tokens, _is_response = self.form.encode(source)
-            # Not by the mask of the chat format: a tokenizer may join `end_of_name` behind the
-            # label with a newline that the response begins with.
+            # A tokenizer may join `end_of_name` behind the label with a first newline.
             opening = turn_text(Turn(speaker, "", label), VALUE_TO_TEXT, self.marks)
             opening = opening.removesuffix(self.marks.end_of_turn)
             prompt = self.tokenizer.text_to_ids(self._prompt_text(source, turns) + opening)
@@ -300,11 +290,9 @@ class SteerLM2Dataset(Examples):
         return [{"content": text} for text in texts]
 
     def collate_fn(self, batch: list[dict[str, Any]]) -> dict[str, Tensor]:
-        """Collate B items to a batch of width S; n is `num_responses`.
-
-        Returns:
-            `tokens`, `labels` int64, `loss_mask` float32 and `position_ids` `[B, n, S]`; `ws` and
-            `log(Q(y|a,x))` float64 `[B, n]`. Of a response that is missing no label counts.
+        """Collate B items to width S; n is `num_responses`: `tokens`, `labels` int64, `loss_mask`
+        float32 and `position_ids` `[B, n, S]`; `ws` and `log(Q(y|a,x))` float64 `[B, n]`. Of a
+        response that is missing no label counts.
         """
         n = self.num_responses
         missing = Encoded([self.tokenizer.eos_id] * 2, [False] * 2)

@@ -46,8 +46,6 @@ ARRAYS = {"topk_logits": "<f4", "topk_token_ids": "<i4", "log_sum_exp_logits": "
 
 
 class TopKExample(NamedTuple):
-    """An example with the largest logits of its n positions that count."""
-
     tokens: np.ndarray  # int64 [S], as the next
     labels: np.ndarray
     loss_mask: np.ndarray  # float32 [S]
@@ -75,9 +73,7 @@ def _checksum(record: Mapping[str, Any]) -> str:
 
 
 def check_record(record: Record, fingerprint: str | None) -> None:
-    """Raise `UserError` unless a record is whole and has the logits of a tokenizer with this
-    fingerprint.
-    """
+    """Refuse a record that is not whole, or of a tokenizer with another fingerprint."""
     missing = [key for key in (*EXAMPLE, *ARRAYS) if key not in record]
     if missing:
         raise UserError(
@@ -97,9 +93,7 @@ def check_record(record: Record, fingerprint: str | None) -> None:
 
 
 def from_record(record: Record, top_k: int | None = None) -> TopKExample:
-    """The example of a record that `check_record` has passed, with the `top_k` largest logits of
-    each position; None: all that it has.
-    """
+    """From a record that `check_record` has passed; `top_k` largest logits (None: all)."""
     tokens, labels = (np.asarray(record[key], dtype=np.int64) for key in EXAMPLE[:2])
     loss_mask = np.asarray(record["loss_mask"], dtype=np.float32)
     counts = loss_mask != 0
@@ -132,7 +126,6 @@ def from_record(record: Record, top_k: int | None = None) -> TopKExample:
 
 
 def _array(record: Record, key: str, counts: np.ndarray) -> np.ndarray:
-    """An array of a record, of the positions that count."""
     value = record[key]
     if isinstance(value, str):
         array = np.frombuffer(base64.b64decode(value, validate=True), dtype=ARRAYS[key])
