@@ -1,7 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
 """Responses of a policy to a file of prompts, on all ranks. Random streams depend on the seed, the
-line of the prompt and the response's number: responses are the same for any split and micro-batch.
+line of the prompt and the response's number: responses are the same for any split.
 """
 
 import dataclasses

@@ -119,9 +119,7 @@ class DecodingBatch:
         return torch.zeros(self.slots, *widths, dtype=dtype, device=self.device)
 
     def refill(self, done: list[int], admit: bool) -> Refill:
-        """Give the slots `done` and the free ones to waiting samples if `admit`, or close the
-        gaps.
-        """
+        """Give `done` and free slots to waiting samples if `admit`, or close the gaps."""
         free = done + list(range(self.active, self.slots))
         count = len(self.waiting) if admit else 0
         taken = [(slot, self.waiting.popleft()) for slot in free[:count]]

@@ -50,7 +50,7 @@ class DecodingModel:
         self._final_norm = None if final_norm is None else _norm(final_norm)
 
     def forward(self, tokens: Tensor, which: Pass) -> Tensor | None:
-        """`[s, b, h]` for `tokens` int64 `[b, s]` on the last stage, else None; the pipeline calls
+        """`[s, b, h]` for `tokens` int64 `[b, s]` on the last stage, else None; all stages call
         it.
         """
         rotate = self._rotation.at(which.positions, which.cache.width)

@@ -466,9 +466,7 @@ class _Decoding:
                 environment.submit(sample.number, sample.seed, sample.prompt, said, details)
 
     def _go_on(self, environment: Environment) -> list[tuple[int, FinishedSample]]:
-        """Take replies that have come; returns slots and samples of conversations that are
-        over.
-        """
+        """Take replies that have come; returns slots and samples of ended conversations."""
         batch = self.batch
         if not batch.pausing:
             return []
@@ -532,7 +530,9 @@ class _FailedElsewhere(RuntimeError):
 
 
 def _on_all_expert_ranks(done: bool, failure: Exception | None = None) -> bool:
-    """Called by the expert-parallel ranks before each pass: are all `done`? Else all make it."""
+    """Called by the expert-parallel ranks before each pass: True if all are `done`, else all make
+    it.
+    """
     if parallel_state.get_expert_model_parallel_world_size() == 1:
         return done
     # 0: done, 1: makes a pass, 2: has failed.

@@ -84,9 +84,7 @@ def regrouped(tp: int, pp: int, weights: Callable[[Split, Sequence[Any]], Sequen
 
 
 def _rank_lists(policies: Sequence[Sequence[int]], tp: int, pp: int) -> dict[str, list[list[int]]]:
-    """Of each kind within `policies`, which generate together: tp = TP and pp = PP give the groups
-    of training.
-    """
+    """Groups of each kind within `policies`; tp = TP and pp = PP give those of training."""
     ranks = sorted(rank for policy in policies for rank in policy)
     copies = len(ranks) // (tp * pp)
     table = torch.tensor(ranks).view(pp, copies, tp)

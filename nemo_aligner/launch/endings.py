@@ -1,8 +1,6 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""How a job ends: all its processes together, with one message for users. Imports nothing
-heavy.
-"""
+"""How a job ends: all its processes together, with one message. Imports nothing heavy."""
 
 import contextlib
 import functools
@@ -138,7 +136,7 @@ def end_with_starter() -> None:
 
 
 def _was_started() -> bool:
-    """By rank 0; Lightning's launcher kills the job if such a process does not end with 0."""
+    """Lightning's launcher kills the job if a process that rank 0 started does not end with 0."""
     return os.environ.get(STARTED_BY) == str(os.getppid())
 
 

@@ -187,9 +187,9 @@ def run_timer(cfg: DictConfig) -> Timer:
 
 
 def setup_experiment(trainer: Trainer, cfg: DictConfig) -> Path | None:
-    """Make the log folder and the loggers with NeMo's `exp_manager`, which does not see keys of
-    checkpoints, resuming and time limits; every rank calls it. None with `exp_manager=null`.
-    `UserError`: the folder cannot be written, or a logger cannot be set up.
+    """Make the log folder, which it returns, and the loggers with NeMo's `exp_manager`, which does
+    not see keys of checkpoints, resuming and time limits; every rank calls it. None with
+    `exp_manager=null`. `UserError`: the folder cannot be written, or a logger cannot be set up.
     """
     if cfg.exp_manager is None:
         return None
@@ -266,7 +266,7 @@ def _former_runs(log_dir: Path) -> list[Path]:
 
 
 def _keep_json_lines(log_dir: Path) -> None:
-    """Put back the JSON lines of former runs, which `exp_manager` has moved; there may be several
+    """Put back the JSON lines of former runs, which `exp_manager` has moved, perhaps several
     parts.
     """
     parts: dict[str, list[Path]] = {}

@@ -46,8 +46,8 @@ COUNTERS = (
 
 
 def init_peft(ptl_model: MegatronGPTModel, updated_cfg: DictConfig) -> None:
-    """By `peft` of the section `model`; all ranks call it. `UserError`: a scheme that is not
-    available.
+    """Set up `peft` of the section `model`; all ranks call it. `UserError`: an unavailable
+    scheme.
     """
     peft_cfg = updated_cfg.get("peft")
     scheme = None if peft_cfg is None else peft_cfg.get("peft_scheme")
@@ -122,8 +122,8 @@ def _updates(
 
 
 def _refuse_keys_of_own_script(rollout: DictConfig, settings: DictConfig) -> None:
-    """`ConfigError`: keys that NeMo-Aligner's PPO script cannot hand on, or that need another
-    client.
+    """`ConfigError`: a key that NeMo-Aligner's PPO script cannot hand on or whose client it
+    lacks.
     """
     estimator = ADVANTAGE_ESTIMATORS[settings.advantage_estimator]
     used = {
@@ -144,7 +144,7 @@ def _refuse_keys_of_own_script(rollout: DictConfig, settings: DictConfig) -> Non
 def extract_optimizer_scheduler_from_ptl_model(
     ptl_model: MegatronGPTModel,
 ) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
-    """Of a model; `UserError`: it is not set up for training."""
+    """Optimizer and schedule of a model; `UserError`: it is not set up for training."""
     if ptl_model._optimizer is None or ptl_model._scheduler is None:
         raise UserError(
             f"{type(ptl_model).__name__} has no optimizer yet; call init_using_ptl, or "
