@@ -77,13 +77,10 @@ def _texts(given: Sequence[str]) -> Sequence[str]:
 
 
 class Job:
-    """A job of the command line, such as `nemo-aligner train dpo`; `cfg` is its complete
-    configuration. `ConfigError`: a text in the place of a section, and the like.
-
-    Args:
-        job: function of `nemo_aligner.jobs`.
-        settings: dotted keys with their values; the others have their defaults (`nemo-aligner
-            config dpo` prints all of them).
+    """A job of the command line, such as `nemo-aligner train dpo`; `cfg` is its configuration,
+    complete. `settings` have dotted keys; others have their defaults (`nemo-aligner config dpo`
+    prints them). `job` is a function of `nemo_aligner.jobs`. `ConfigError`: a text in the place of
+    a section, and the like.
     """
 
     def __init__(self, job: Any, settings: Mapping[str, Any] | None = None):
@@ -137,13 +134,10 @@ class Policy:
     @classmethod
     def load(cls, path: str | Path, settings: Mapping[str, Any] | None = None) -> "Policy":
         """The policy in a `.nemo`, a Hugging Face folder or the newest checkpoint of a job.
-        `UserError`: the path does not exist, or holds no policy. `ConfigError`: a setting that
-        cannot work.
-
-        Args:
-            settings: keys of `trainer` and `model`, as of supervised fine-tuning, that are not as
-                in the checkpoint: `{"model.micro_batch_size": 4, "model.optim.lr": 1e-6,
-                "model.peft.peft_scheme": "lora", "trainer.devices": 2}`.
+        `settings` of `trainer` and `model`, as of supervised fine-tuning, go over those of the
+        checkpoint: `{"model.optim.lr": 1e-6, "model.peft.peft_scheme": "lora", "trainer.devices":
+        2}`. `UserError`: the path does not exist, or holds no policy. `ConfigError`: a setting
+        that cannot work.
         """
         source = newest_weights(path, "path")
         refuse_heads(source)
@@ -181,14 +175,10 @@ class Policy:
         repetition_penalty: float = 1.0,
         end_strings: Sequence[str] = (),
     ) -> list[str]:
-        """A response to each prompt. `UserError`: a prompt leaves no room for a response.
-        `ConfigError`: a value that cannot work.
-
-        Args:
-            max_length, min_length: tokens of a response; a long prompt leaves room for fewer.
-            use_greedy: take the likeliest token; None: unless one of the next three is given.
-            temperature, top_k, top_p, repetition_penalty, end_strings: as `sampling_params` of
-                jobs.
+        """A response to each prompt, of `min_length` to `max_length` tokens (fewer after a long
+        prompt). `use_greedy` None: unless `temperature`, `top_k` or `top_p` is given; others are
+        as `sampling_params` of jobs. `UserError`: no room for a response. `ConfigError`: a value
+        that cannot work.
         """
         if not _texts(prompts):
             return []
@@ -207,9 +197,7 @@ class Policy:
         return list(self.model.generate(prompts, lengths, sampling)["predictions"])
 
     def logprobs(self, prompts: Sequence[str], responses: Sequence[str]) -> list[Tensor]:
-        """float32 `[tokens of the response]` for each pair: the log-prob of each token of the
-        response behind its prompt, without dropout.
-        """
+        """float32 `[tokens of the response]` for each pair, without dropout."""
         if not _texts(prompts):
             return []
         tokens, starts, ends = self.tokenize(prompts, responses)

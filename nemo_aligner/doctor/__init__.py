@@ -1,8 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Whether jobs can run on this machine, and what to do where not: `nemo-aligner doctor`. It must
-run where packages are missing: nothing beyond Python's own library is imported without a
-safeguard.
+"""Whether jobs can run on this machine, and what to do where not: `nemo-aligner doctor`. Nothing
+beyond Python's own library is imported without a safeguard: packages may be missing.
 """
 
 from collections.abc import Sequence

@@ -75,9 +75,7 @@ def c_library(system: str, machine: str, libc: tuple[str, str]) -> Finding:
 
 
 def unsupported() -> dict[str, str]:
-    """`start_up.unsupported` by package: "numpy" -> "numpy<3 (installed: 3.1)". Without
-    `packaging` nothing but that is known.
-    """
+    """By package: "numpy" -> "numpy<3 (installed: 3.1)"; without `packaging` that one alone."""
     try:
         found = start_up.unsupported()
     except ImportError:

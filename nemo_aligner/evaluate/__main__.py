@@ -201,8 +201,8 @@ def is_file_of_responses(source: str) -> bool:
 
 
 def check_sources(sources: Sequence[str], prompts: str | None, out: Path) -> None:
-    """Raise `UserError` if a source does not exist or would be replaced by the responses of a
-    policy, or prompts are missing or not needed.
+    """`UserError`: a source does not exist or would be replaced by a policy's responses, or
+    prompts are missing or not needed.
     """
     files = [Path(source).resolve() for source in sources if is_file_of_responses(source)]
     for number, source in enumerate(sources, start=1):

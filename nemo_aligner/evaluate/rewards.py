@@ -42,9 +42,8 @@ def function_rewards(
 
 
 def reward_model_settings(reward: str, cfg: DictConfig) -> DictConfig:
-    """`reward_model` of `conf/evaluate.yaml` over `conf/inference_rm.yaml`, with the policies'
-    split and precision unless it says otherwise. `UserError`: an unknown key, or no reward model
-    there.
+    """`reward_model` of `conf/evaluate.yaml` over `conf/inference_rm.yaml`, by default with the
+    policies' split and precision. `UserError`: an unknown key, or no reward model there.
     """
     from nemo_aligner.config.checks import check_config
     from nemo_aligner.config.defaults import complete_config

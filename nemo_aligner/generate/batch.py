@@ -1,8 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Responses of a policy to a file of prompts, on all ranks of the job. A sample's random stream
-depends on the seed, the line of its prompt and the number of the response alone, so the responses
-are the same for any split, number of ranks and micro-batch.
+"""Responses of a policy to a file of prompts, on all ranks. Random streams depend on the seed, the
+line of the prompt and the response's number: responses are the same for any split.
 """
 
 import dataclasses
@@ -36,9 +35,8 @@ class Sample:
 def respond(
     policy: Policy, prompts: Sequence[Record], form: ChatForm, source: str
 ) -> list[Response]:
-    """The responses of `policy` to `prompts`, in their order; all ranks call it, with the same
-    prompts, and all get the responses. `UserError`: a prompt without tokens, or one that leaves no
-    room for a response.
+    """The responses to `prompts`, in order; all ranks call it with the same prompts and get all.
+    `UserError`: a prompt without tokens, or one that leaves no room for a response.
     """
     records = [form.record(prompt, policy.encoder.form) for prompt in prompts]
     tokens = tokenize(policy, records, source)
@@ -116,8 +114,7 @@ def samples_of(tokens: Sequence[list[int]], seed: int, responses_per_prompt: int
 
 def deal(samples: Sequence[Sample], micro_batch_size: int) -> list[list[Sample]]:
     """This data-parallel rank's micro-batches, of prompts of similar length. Every rank gets as
-    many, the last ones perhaps with samples that others have too: ranks that hold each other's
-    experts must generate together.
+    many, perhaps with copies: ranks that hold each other's experts must generate together.
     """
     ordered = sorted(samples, key=lambda sample: (len(sample.tokens), sample.place))
     batches = [

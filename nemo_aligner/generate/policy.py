@@ -1,7 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The policy that generates: loaded from a `.nemo` or from a job's newest checkpoint; and whether
-a text is a message of a conversation.
+"""The policy that generates, from a `.nemo` or a job's newest checkpoint, and the form of its
+texts.
 """
 
 import logging as python_logging

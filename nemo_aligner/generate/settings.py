@@ -1,8 +1,6 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The configuration of a command: its YAML file with `key=value` words of the command line over
-it.
-"""
+"""The configuration of a command: its YAML file, and over it `key=value` words."""
 
 import argparse
 import os
@@ -51,9 +49,7 @@ def is_setting(word: str) -> bool:
 
 
 def compose_settings(name: str, settings: list[str]) -> DictConfig:
-    """`conf/<name>.yaml` with `settings`, words of the command line, over it. `UserError`: a word
-    that is no `key=value`.
-    """
+    """`conf/<name>.yaml` with `settings` over it. `UserError`: a word that is no `key=value`."""
     from hydra import compose, initialize_config_dir
     from hydra.errors import HydraException
 

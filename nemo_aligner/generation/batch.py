@@ -2,9 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The samples of one rank while they are decoded: waiting ones, and those in slots of the cache.
 
-The device keeps what a step reads and writes; the host keeps ids and lengths, and looks every few
-steps at the chosen tokens (`look`): it drops what a slot computed beyond the end of its response.
-A sample of several turns (`interface.py`) pauses between its responses.
+The device keeps what a step reads and writes; the host keeps ids and lengths, and every few steps
+takes the chosen tokens (`look`), without those beyond the end of a response.
 
 Shapes: c slots, b of them in use, P prompt length, R total length (prompt and response), V
 vocabulary.
@@ -24,8 +23,6 @@ from nemo_aligner.generation.text import EndConditions
 
 @dataclass(frozen=True)
 class WaitingSample:
-    """A sample that has no slot yet."""
-
     number: int  # of the sample, in the order in which samples came
     prompt: tuple[int, ...]  # its ids
     limit: int  # longest R; of several turns, at the end of the first
@@ -47,8 +44,6 @@ class Slot:
 
 @dataclass(frozen=True)
 class FinishedSample:
-    """A sample whose response has ended."""
-
     number: int  # of the sample
     tokens: tuple[int, ...]  # R
     is_end: bool  # the response ended by itself
@@ -62,23 +57,17 @@ class FinishedSample:
 class Refill:
     """What is to be done to the cache after slots have changed hands, in this order."""
 
-    # (from, to) pairs of slots whose positions are to be copied at once
-    moves: list[tuple[int, int]]
+    moves: list[tuple[int, int]]  # (from, to) slots whose positions are to be copied at once
     prefill: list[int]  # slots whose prompts are to be fed to the model
     # (from, to) pairs of slots with the same prompt, to be copied after the prefill
     shared: list[tuple[int, int]]
 
 
 class DecodingBatch:
-    """Samples that wait, and samples in the slots: the first `active` slots are in use.
-
-    Attributes:
-        width: positions that the samples may need.
-        fed: int64 `[c]`, the token to feed next.
-        positions: int64 `[c]`, where to.
-        last: int64 `[c]`, the last position of a response, where a slot is fed the same token
-            again.
-        drawn: int64 `[c]`, tokens that were drawn.
+    """Samples that wait, and samples in the slots: the first `active` slots are in use. Of each
+    slot, int64 `[c]`: `fed` is the token to feed next, `positions` where to, `last` the last
+    position of a response, where the same token is fed again, `drawn` the number of tokens drawn.
+    `width`: positions that the samples may need.
     """
 
     _PER_SLOT = "fed positions last drawn uniforms seen logprobs".split()
@@ -130,9 +119,7 @@ class DecodingBatch:
         return torch.zeros(self.slots, *widths, dtype=dtype, device=self.device)
 
     def refill(self, done: list[int], admit: bool) -> Refill:
-        """Give the slots `done` and the free ones to waiting samples if `admit`; where none come,
-        the last samples move into the gaps.
-        """
+        """Give `done` and free slots to waiting samples if `admit`, or close the gaps."""
         free = done + list(range(self.active, self.slots))
         count = len(self.waiting) if admit else 0
         taken = [(slot, self.waiting.popleft()) for slot in free[:count]]
@@ -205,9 +192,7 @@ class DecodingBatch:
         return tuple(held.ids[held.start :])
 
     def response_logprobs(self, slot: int) -> tuple[float, ...] | None:
-        """Log-probs of the tokens of the response that has ended in `slot`, if they are
-        computed.
-        """
+        """Of the tokens of the response that has ended in `slot`, if log-probs are computed."""
         if self.logprobs is None:
             return None
         held = self.in_slots[slot]
@@ -215,8 +200,8 @@ class DecodingBatch:
         return tuple(self.logprobs[slot, drawn - len(held.ids) + held.start : drawn].tolist())
 
     def extend(self, slot: int, observation: tuple[int, ...], longest: int) -> tuple[int, int]:
-        """Append at most `longest` tokens of an observation to the sample in `slot`, whose next
-        response begins. Returns the first position to feed before it and the one beyond the last.
+        """Append at most `longest` tokens of an observation; the next response begins. Returns the
+        first position to feed before it and the one beyond the last.
         """
         held = self.in_slots[slot]
         start = len(held.ids)
@@ -247,8 +232,8 @@ class DecodingBatch:
         return min(max(left), self.look_every)
 
     def choose(self, logits: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The next tokens, int64 `[b]`, from `logits` `[b, V]`, and their log-probs `[b]`, if
-        asked for.
+        """The next tokens `[b]` from `logits` `[b, V]`, and their log-probs `[b]`, if asked
+        for.
         """
         params, b = self.params, len(logits)
         drawn, uniforms = self.drawn[:b], None

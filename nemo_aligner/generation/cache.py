@@ -3,8 +3,7 @@
 """The cache of keys and values of a batch that is decoded, and attention over it.
 
 Shapes: c slots of the cache, M positions of each, np heads, ng query groups and hn channels per
-head on this rank, s tokens that a pass feeds to each of its b rows. Keys are stored rotated (as
-attention reads them), so no step touches the older ones.
+head on this rank, s tokens that a pass feeds to each of its b rows. Keys are stored rotated.
 """
 
 from dataclasses import dataclass
@@ -16,8 +15,6 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class AttentionSettings:
-    """What attention of one layer needs beside queries, keys and values."""
-
     layer: int  # number of the layer in the cache
     scale: float | None  # of the scores; None is 1 / sqrt(hn)
     window: int | None  # positions before its own that each position attends to; None: all
@@ -64,8 +61,8 @@ class KeyValueCache:
 
 
 class DecodingPass:
-    """One token for each of the first b slots, at `positions` int64 `[b]`; the first `width`
-    places of the cache are attended to.
+    """One token for each of the first b slots, at `positions` int64 `[b]`; the cache has `width`
+    places.
     """
 
     def __init__(self, cache: KeyValueCache, positions: Tensor, width: int) -> None:
@@ -102,12 +99,9 @@ class DecodingPass:
 def _attention_of_few(
     queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float | None
 ) -> Tensor:
-    """Attention of few `queries` `[b, ng, r, hn]`; `mask` `[b, 1, 1, W]` is added to the
-    scores.
-    """
+    """Of few `queries` `[b, ng, r, hn]`; `mask` `[b, 1, 1, W]` is added to the scores."""
     if queries.device.type == "cpu" and queries.dtype == torch.float32:
-        # PyTorch's kernel for CPUs is made for many queries: two products and a softmax are
-        # faster for those of one token. In bf16 they would round the scores, which it does not.
+        # For one token this is faster than PyTorch's kernel for CPUs; bf16 would round the scores.
         scale = queries.size(-1) ** -0.5 if scale is None else scale
         scores = torch.matmul(queries * scale, keys.transpose(-1, -2)).add_(mask)
         return torch.matmul(scores.softmax(-1), values)
@@ -115,9 +109,8 @@ def _attention_of_few(
 
 
 class FeedingPass:
-    """s tokens (`width`) for each of `slots` int64 `[b]`, from its place in `starts` on. The cache
-    has room for them. What is stored beyond a row's length is overwritten before it is attended
-    to; padding beyond the end of the cache goes to its last position.
+    """s tokens (`width`) for each of `slots` int64 `[b]`, from its place in `starts` on. What is
+    stored beyond a row's length is overwritten before it is attended to.
     """
 
     def __init__(self, cache: KeyValueCache, slots: Tensor, starts: list[int], width: int) -> None:
@@ -171,8 +164,8 @@ def attention(
     scale: float | None,
     dropout_p: float = 0.0,
 ) -> Tensor:
-    """Attention `[s, b, np * hn]` of `queries` `[b, np, s, hn]` to `keys` and `values` `[b, ng, W,
-    hn]`; `mask` None: causal.
+    """`[s, b, np * hn]` of `queries` `[b, np, s, hn]`, `keys` and `values` `[b, ng, W, hn]`;
+    `mask` None: causal.
     """
     context = F.scaled_dot_product_attention(
         *(queries, keys, values, mask, dropout_p),

@@ -1,11 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The forward pass of a Megatron model for decoding, on a GPU with its steps as CUDA graphs.
-
-Megatron Core's layers rotate all cached keys in every step and expand the keys of grouped queries,
-which takes most of the time with small matrices. Here a layer is its norms, linear layers, MLP and
-attention over `KeyValueCache`.
-
+"""The forward pass of a Megatron model for decoding, on a GPU with its steps as CUDA graphs:
+Megatron Core's layers rotate all cached keys and expand those of grouped queries in every step.
 Shapes: b rows, s tokens of each, h hidden size, np heads, ng query groups and hn channels per head
 on this rank.
 """
@@ -54,8 +50,8 @@ class DecodingModel:
         self._final_norm = None if final_norm is None else _norm(final_norm)
 
     def forward(self, tokens: Tensor, which: Pass) -> Tensor | None:
-        """The output `[s, b, h]` for `tokens` int64 `[b, s]` on the last stage, None on the
-        others. All ranks of the pipeline call it.
+        """`[s, b, h]` for `tokens` int64 `[b, s]` on the last stage, else None; all stages call
+        it.
         """
         rotate = self._rotation.at(which.positions, which.cache.width)
         samples, width = tokens.shape
@@ -80,9 +76,7 @@ class DecodingModel:
         return hidden if chunk.post_process else None
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """float32 `[b, V]` of the last stage's output `[1, b, h]`; its tensor-parallel group calls
-        it.
-        """
+        """float32 `[b, V]` of the last stage's output `[1, b, h]`; its TP group calls it."""
         assert self._output is not None
         if self._final_norm is not None:
             hidden = self._final_norm(hidden)
@@ -172,8 +166,8 @@ class _Rotation:
 
 
 def _turned(mixed: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """Pairs (x, y) of channels become (x cos - y sin, y cos + x sin), by cosines and signed sines
-    `[s, b, 1, np / ng + 2, channels]`; they are neighbours (`interleaved`) or half of the channels
+    """Rotate pairs (x, y) of channels to (x cos - y sin, y cos + x sin); `cos` and `sin` are `[s,
+    b, 1, np / ng + 2, channels]`. Pairs are neighbours (`interleaved`) or half of the channels
     apart.
     """
     channels = cos.size(-1)
@@ -194,9 +188,8 @@ _ENGINE_NORMS = ("RMSNorm", "LayerNorm")
 
 
 def _linear(module: Any, group: ProcessGroup) -> _Function:
-    """A linear layer, divided among `group`, that adds its bias, after the norm if Transformer
-    Engine has both in one. The module itself, which starts slowly, is called only for an unmerged
-    adapter.
+    """A linear layer, divided among `group`, that adds its bias, after a norm of Transformer
+    Engine. The module itself, which starts slowly, is called only for an unmerged adapter.
     """
     adapter = getattr(module, "lora", None)
     if adapter is not None and not adapter.merged:
@@ -298,9 +291,8 @@ def _mlp(module: Any, group: ProcessGroup) -> _Function:
 
 
 class StepGraphs:
-    """Runs steps, as graphs if `wanted`; the error of a capture is raised if they are `required`,
-    else steps run without. An object lives only while the weights and the cache stay where they
-    are.
+    """Runs steps, as graphs if `wanted`; the error of a capture is raised if they are `required`.
+    An object lives only while the weights and the cache stay where they are.
     """
 
     def __init__(self, wanted: bool, required: bool) -> None:

@@ -50,8 +50,7 @@ PREFILL_TOKENS = 4096
 LEAST_FILLED = 0.75
 # Free slots, of all of them, at which the next samples are admitted.
 ADMITTED_AT = 1 / 8
-# Steps between two looks of the host. On a GPU a look waits for all that was started, and a
-# response of n tokens costs up to (n + 3) / n of its steps when every fourth is looked at.
+# Steps between two looks of the host; on a GPU a look waits for all that was started.
 LOOK_EVERY = {"cpu": 1, "cuda": 4}
 # How many times the slots are filled before ranks that divide the samples exchange their results.
 DRAWN_AHEAD = 4
@@ -60,25 +59,18 @@ DRAWN_AHEAD = 4
 class MegatronGenerator:
     """Decodes on the Megatron model that is being trained, with a cache (docs/performance.md).
 
-    Each token has its position of training. Samples with the same prompt share the pass over it.
-
     Every rank of a TP x PP x CP group calls `generate` with the same arguments. One rank chooses
     tokens for all that hold the same copy of the weights (TP x PP); context-parallel ranks divide
     the samples. With expert parallelism the data-parallel ranks of an expert-parallel group must
-    call `generate` equally often, each with its own samples: they make their passes in lockstep.
-
-    With a `split`, generation has weights of its own from the first token to the last; ranks may
-    divide the samples of a policy, or generate those of several data-parallel ranks together,
-    which then call `generate` equally often.
-
-    With an environment one rank of each copy of the weights asks it (`asks_environment`); other
-    samples are decoded meanwhile, and a conversation keeps its cached keys.
+    call `generate` equally often, each with its own samples: they make their passes in lockstep;
+    so must those that generate their samples together with a `split`, whose weights stay the same
+    from the first token to the last. With an environment one rank of each copy of the weights asks
+    it (`asks_environment`); other samples are decoded meanwhile.
 
     Args:
         model: model chunks of this pipeline stage, wrapped or not.
         tokenizer: its eos ends a response and pads the batch.
-        max_sequence_length: longest prompt with response; a learned position embedding may limit
-            it.
+        max_sequence_length: of prompt with response; a learned position embedding may limit it.
         split: how the ranks share weights and samples; None: as in training.
         cuda_graphs: run decoding steps as CUDA graphs: "auto" where possible, True or else fail.
     """
@@ -116,24 +108,23 @@ class MegatronGenerator:
         records: Tensor | None = None,
     ) -> GenerationOutput:
         """Generate one response to each prompt, or with an `environment` a conversation; every
-        rank of a TP x PP x CP group calls it. Returns the same on all ranks of a model, on
-        `get_device()`.
+        rank of a TP x PP x CP group calls it. Returns the same on all of them, on `get_device()`.
+        `UserError`: a prompt is empty, leaves no room for a response, or has ids outside the
+        vocabulary; or the environment failed. `RuntimeError`: the model's logits are not finite.
 
         A response depends on its prompt, its seed, `params` and the weights only (up to rounding:
-        in bf16 two near-equal logits may change places with the shape of a batch). `UserError`: a
-        prompt is empty, leaves no room for a response, or has ids outside the vocabulary; or the
-        environment failed. `RuntimeError`: the model's logits are not finite.
+        in bf16 two near-equal logits may change places with the shape of a batch).
 
         Args:
             prompts: int64 `[b, W]`; only the first P columns of each are read.
             prompt_lengths: int64 `[b]`, P.
             sample_seeds: int64 `[b]`, seeds of the samples' random streams.
-            on_tokens: called with the tokens as they are generated. Where ranks divide the
-                samples, it sees those of its own rank, which rank 0 numbers as the caller does.
-            environment: replies to responses; given on every rank, used where `asks_environment`.
-                `params.max_length` is that of each response, `min_length` that of all together. A
-                conversation ends when it says so, with a response that was cut off, after
-                `max_turns` responses, or where an observation leaves no room for a response.
+            on_tokens: called with the tokens as they are generated; of samples that ranks divide,
+                with those of its own rank, which rank 0 numbers as the caller does.
+            environment: replies to responses; given on every rank. `params.max_length` is that of
+                each response, `min_length` that of all together. A conversation ends when it says
+                so, with a response that was cut off, after `max_turns` responses, or for lack of
+                room.
             slots: samples decoded together at most, by all ranks that divide them; None: all.
             records: int64 `[b]`, numbers of the prompts' records, for an environment that asks.
         """
@@ -192,13 +183,11 @@ class MegatronGenerator:
         environment: Environment | None = None,
     ) -> Iterator[tuple[list[int], GenerationOutput]]:
         """As `generate` for all `batches`: yields places of samples, counted through all batches,
-        and their responses as they end. Every rank of a TP x PP x CP group calls it and iterates
-        to the end.
+        and their responses as they end. Every rank of a TP x PP x CP group iterates to the end.
 
         Args:
-            batches: asked for the next one once there is room for a sample of it, so that several
-                ranks can take from one queue. Ranks that divide the samples take some batches at a
-                time.
+            batches: asked for the next one once there is room for a sample of it, so several ranks
+                can take from one queue; ranks that divide the samples take some at a time.
             slots: samples decoded, and given out, together (the last group may be smaller).
         """
         with self._decoding_model() as model:
@@ -245,8 +234,8 @@ class MegatronGenerator:
         return unwrap_model(self.model)[0].config.params_dtype
 
     def slots_within(self, memory: float) -> int:
-        """Most samples that can be decoded together with `memory` bytes on each rank for the
-        cache, however long they become. All ranks that generate together call it.
+        """Most samples, however long, with `memory` bytes on each rank for the cache. All ranks
+        that generate together call it.
         """
         config, split = unwrap_model(self.model)[0].config, self.split
         layers = config.num_layers // split.pipeline_ranks
@@ -260,9 +249,7 @@ class MegatronGenerator:
         return max(1, slots * self._dividing_ranks() // sharing)
 
     def step_graphs(self) -> StepGraphs:
-        """How the next steps run; the log says it once. `UserError`: `cuda_graphs=True` cannot
-        be.
-        """
+        """How the next steps run, logged once. `UserError`: `cuda_graphs=True` cannot be."""
         config, obstacle = unwrap_model(self.model)[0].config, None
         if get_device().type == "cpu":
             obstacle = "there is no GPU"
@@ -333,8 +320,6 @@ class MegatronGenerator:
 
 
 class _Decoding:
-    """One run of a generator with `model` through a queue of prompts."""
-
     def __init__(
         self,
         generator: MegatronGenerator,
@@ -397,8 +382,8 @@ class _Decoding:
             self.model.forward(first.unsqueeze(1), DecodingPass(cache, first, 1))
 
     def _refill(self, done: list[int]) -> None:
-        """Give the slots `done` and the free ones to the next samples; feed their prompts. Samples
-        wait until a part of the slots is free: their prompts share a pass.
+        """Give slots to the next samples, once a part is free, so that their prompts share a
+        pass.
         """
         batch, cache = self.batch, self.cache
         wanted = len(done) + batch.slots - batch.active
@@ -413,7 +398,7 @@ class _Decoding:
         cache.copy(refill.shared, batch.longest())
 
     def _feed(self, pieces: list[tuple[int, int, int]]) -> None:
-        """Feed each (slot, first position, position beyond the last) to the model."""
+        """Feed each (slot, first position, position beyond the last)."""
         for slots, starts, width in _feeding_passes(pieces):
             progress.made()
             _on_all_expert_ranks(done=False)
@@ -481,9 +466,7 @@ class _Decoding:
                 environment.submit(sample.number, sample.seed, sample.prompt, said, details)
 
     def _go_on(self, environment: Environment) -> list[tuple[int, FinishedSample]]:
-        """Take the replies that have come; returns slots and samples of conversations that are
-        over.
-        """
+        """Take replies that have come; returns slots and samples of ended conversations."""
         batch = self.batch
         if not batch.pausing:
             return []
@@ -530,9 +513,7 @@ def _numbered(
 def _feeding_passes(
     fed: list[tuple[int, int, int]],
 ) -> Iterator[tuple[list[int], list[int], int]]:
-    """(slots, first positions, width) of the passes that feed (slot, first position, beyond the
-    last) each.
-    """
+    """(slots, first positions, width) of the passes that feed each of `fed`."""
     left = sorted(fed, key=lambda each: each[1] - each[2])
     while left:
         most = left[0][2] - left[0][1]
@@ -549,8 +530,8 @@ class _FailedElsewhere(RuntimeError):
 
 
 def _on_all_expert_ranks(done: bool, failure: Exception | None = None) -> bool:
-    """Called by the expert-parallel ranks before each pass: are all `done`? Else each makes a
-    pass.
+    """Called by the expert-parallel ranks before each pass: True if all are `done`, else all make
+    it.
     """
     if parallel_state.get_expert_model_parallel_world_size() == 1:
         return done

@@ -66,8 +66,8 @@ class GenerationParams:
         cls, length_params: Mapping[str, Any], sampling_params: Mapping[str, Any]
     ) -> "GenerationParams":
         """Read the sections `length_params` and `sampling_params`; null and missing keys have
-        their defaults, `add_BOS`, `all_probs` and `compute_logprob` have no effect. `ConfigError`:
-        a missing or unusable value.
+        their defaults, `add_BOS`, `all_probs` and `compute_logprob` no effect. `ConfigError`: a
+        missing or unusable value.
         """
         lengths, sampling = _given(length_params), _given(sampling_params)
         given = {"length_params": lengths, "sampling_params": sampling}
@@ -117,8 +117,6 @@ def _number(key: str, value: Any, kind: type[int] | type[float]) -> int | float:
 
 @dataclass(frozen=True)
 class Reply:
-    """What an environment says to a response."""
-
     observation: tuple[int, ...]  # ids that the policy reads next; not used if `done`
     reward: float  # of the response
     done: bool  # the conversation is over
@@ -126,8 +124,6 @@ class Reply:
 
 @dataclass(frozen=True)
 class Details:
-    """What there is to know of a response beside its ids."""
-
     is_end: bool  # it ended by itself
     record: int | None = None  # number of its prompt's record, where the prompts have numbers
     logprobs: tuple[float, ...] | None = None  # of its tokens, where they are computed
@@ -164,10 +160,8 @@ class Conversation:
     """A sample of several turns while it grows; the same on every rank that decodes it."""
 
     responses: list[tuple[int, ...]] = field(default_factory=list)  # ids of each response so far
-    # (first, beyond the last) positions of each observation
-    observed: list[tuple[int, int]] = field(default_factory=list)
-    # (position of the last token of a response, its reward)
-    rewards: list[tuple[int, float]] = field(default_factory=list)
+    observed: list[tuple[int, int]] = field(default_factory=list)  # (first, beyond the last)
+    rewards: list[tuple[int, float]] = field(default_factory=list)  # (last token's place, value)
     is_end: bool = False  # the last response ended by itself
 
     def observed_tokens(self, length: int) -> Tensor:
@@ -185,12 +179,10 @@ class Conversation:
         return rewards
 
 
-# Prompts int64 `[b, W]`, padded on the right, their lengths int64 `[b]`, and the seeds of the
-# samples' random streams, int64 `[b]`; where an environment asks for them also the numbers of the
-# prompts' records, int64 `[b]`.
+# int64: prompts `[b, W]`, padded on the right, their lengths `[b]`, seeds of the samples' random
+# streams `[b]`; where an environment asks for them also numbers of the prompts' records `[b]`.
 Prompts = tuple[Tensor, ...]
-# Called after each step with the samples that got a token, int64 `[n]` places in the caller's
-# batch, and their tokens, int64 `[n]`.
+# Called after each step with int64 `[n]` places in the caller's batch and their new tokens.
 OnTokens = Callable[[Tensor, Tensor], None]
 
 
@@ -201,9 +193,8 @@ class GenerationOutput:
     response_tokens: Tensor  # int64 `[b, max R]`, prompt and response, then eos
     response_lengths: Tensor  # int64 `[b]`, R; the token that ended a response counts
     is_end: Tensor  # bool `[b]`, True if it ended by itself (eos or an end string), not cut off
-    # float32 `[b, max R - 1]` or None. Column t scores token t+1, on `[P-1, R-1)`, 0 elsewhere;
-    # over the whole vocabulary at the sampling temperature (1 if greedy), before repetition
-    # penalty, top-k and top-p.
+    # float32 `[b, max R - 1]`. Column t scores token t+1, on `[P-1, R-1)`, 0 elsewhere; at the
+    # sampling temperature (1 if greedy), before repetition penalty, top-k and top-p.
     logprobs: Tensor | None = None
     # bool `[b, max R - 1]`, True in the columns that predict tokens of an environment
     observed: Tensor | None = None

@@ -2,11 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weights for generation at another tensor- and pipeline-parallel size.
 
-Where only the pipeline ends, each rank gets the layers of all stages (`gather_stages`) and decodes
-a part of the samples alone. Elsewhere Megatron Core makes the copies
-(`megatron.core.resharding.swap_model_weights`), of one layer at a time, by names in a model of all
-layers: it knows no virtual stages; 0.16 receives all weights into second buffers and looks for a
-weight on data-parallel ranks that may not have it; 0.19 remembers its plan by parallel sizes only.
+Where only the pipeline ends, each rank gets the layers of all stages (`gather_stages`). Elsewhere
+Megatron Core makes the copies (`megatron.core.resharding.swap_model_weights`), of one layer at a
+time, by names in a model of all layers: it knows no virtual stages; 0.16 receives all weights into
+second buffers and expects them on all data-parallel ranks; 0.19 remembers plans by sizes only.
 """
 
 import copy
@@ -46,9 +45,9 @@ def undivided(config: TransformerConfig) -> TransformerConfig:
 @torch.no_grad()
 def gather_stages(chunks: Sequence[Any], build: Callable[[], Any]) -> Any:
     """A model, made by `build` from an `undivided` config, with the weights of all pipeline
-    stages; every rank of a pipeline calls it with its bare `GPTModel`s. Weights of this stage are
-    its own tensors, the others copies, in memory until the model is dropped. `RuntimeError`: the
-    ranks hold different weights afterwards.
+    stages; every rank of a pipeline calls it with its bare `GPTModel`s. Weights of other stages
+    are copies, in memory until the model is dropped. `RuntimeError`: the ranks hold different
+    weights.
     """
     group = parallel_state.get_pipeline_model_parallel_group()
     ranks = torch.distributed.get_process_group_ranks(group)
@@ -144,9 +143,7 @@ def reshard(split: Split, chunks: Sequence[Any], build: Callable[[Split], Any]) 
 
 
 def _forms(source: _Weights, target: _Weights) -> dict[str, _Form]:
-    """Of each weight that any rank needs; every rank of the job calls it. `source` has the initial
-    values with which Megatron Core marks how a weight is divided.
-    """
+    """Of each weight that any rank needs; every rank of the job calls it."""
     mine = {
         name: _Form(
             getattr(tensor, "partition_dim", 0)
@@ -223,7 +220,7 @@ def _checksums(weights: _Weights, forms: dict[str, _Form], group: ProcessGroup) 
 
 
 def _check(source: dict[str, int], target: dict[str, int]) -> None:
-    """Compare the checksums of all ranks; every rank of the job calls it."""
+    """Compare the checksums; every rank of the job calls it."""
     everywhere = gathered((source, target))
     trained: dict[str, set[int]] = {}
     for sums, _ in everywhere:

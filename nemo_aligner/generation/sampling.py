@@ -24,18 +24,14 @@ def sample_uniforms(sample_seeds: Tensor, max_length: int) -> Tensor:
 
 
 def seen_tokens(tokens: Tensor, lengths: Tensor, vocab_size: int) -> Tensor:
-    """bool `[b, vocab_size]`: the id is among the first `lengths` `[b]` columns of `tokens` `[b,
-    W]`.
-    """
+    """bool `[b, vocab_size]`: the id is among the first `lengths` `[b]` of `tokens` `[b, W]`."""
     valid = torch.arange(tokens.size(1), device=tokens.device) < lengths.unsqueeze(1)
     seen = torch.zeros(tokens.size(0), vocab_size + 1, dtype=torch.bool, device=tokens.device)
     return seen.scatter_(1, torch.where(valid, tokens, vocab_size), True)[:, :vocab_size]
 
 
 def apply_repetition_penalty(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
-    """Where `seen` `[b, V]`, positive logits are divided by the penalty, negative ones multiplied
-    (Keskar et al. 2019, CTRL, section 4.1).
-    """
+    """Penalize the ids in `seen`, bool `[b, V]` (Keskar et al. 2019, CTRL, section 4.1)."""
     return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
@@ -55,9 +51,7 @@ def keep_top_k(logits: Tensor, top_k: int) -> Tensor:
 
 
 def keep_top_p(logits: Tensor, top_p: float) -> Tensor:
-    """Keep the fewest likeliest ids whose probabilities reach `top_p` (Holtzman et al. 2020). An
-    id stays if the likelier ones together are below `top_p`, so at least one does.
-    """
+    """Keep the fewest likeliest ids whose probabilities reach `top_p` (Holtzman et al. 2020)."""
     ordered, order = logits.sort(dim=1, descending=True, stable=True)
     probabilities = ordered.softmax(dim=1).double()
     before = probabilities.cumsum(dim=1) - probabilities
@@ -66,7 +60,7 @@ def keep_top_p(logits: Tensor, top_p: float) -> Tensor:
 
 
 def invert_cdf(logits: Tensor, uniforms: Tensor) -> Tensor:
-    """Ids int64 `[b]`: where the cumulative probability passes `uniforms`, float64 `[b]` in [0,
+    """Ids int64 `[b]` where the cumulative probability passes `uniforms`, float64 `[b]` in [0,
     1).
     """
     cumulative = logits.softmax(dim=1).cumsum(dim=1, dtype=torch.float64)

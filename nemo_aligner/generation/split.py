@@ -1,9 +1,8 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""How the ranks share the weights and the samples while they generate.
-
-tp and pp are the tensor- and pipeline-parallel sizes of generation, TP and PP those of training. A
-*copy* is the ranks that hold the weights once between them.
+"""How the ranks share the weights and the samples while they generate. tp and pp are the sizes of
+generation, TP and PP those of training. A *copy* is the ranks that hold the weights once between
+them.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -54,8 +53,8 @@ def training_split() -> Split:
 def regrouped(tp: int, pp: int, weights: Callable[[Split, Sequence[Any]], Sequence[Any]]) -> Split:
     """Generation with tp x pp ranks to a copy, and `Split.weights`, given the split too; every
     rank of the job calls it. One of tp x pp and TP x PP divides the other
-    (`config.rollout_rules`): with fewer ranks, a policy's hold several copies and divide its
-    samples; with more, data-parallel ranks hold one copy and generate the samples of all of them.
+    (`config.rollout_rules`): with fewer ranks a policy's samples are divided among copies; with
+    more, data-parallel ranks hold one copy and generate the samples of all of them.
     """
     own = torch.distributed.get_process_group_ranks(
         parallel_state.get_tensor_and_pipeline_parallel_group()
@@ -85,12 +84,9 @@ def regrouped(tp: int, pp: int, weights: Callable[[Split, Sequence[Any]], Sequen
 
 
 def _rank_lists(policies: Sequence[Sequence[int]], tp: int, pp: int) -> dict[str, list[list[int]]]:
-    """The ranks of each group of each kind within `policies`, which generate together. Stages
-    follow the order of the ranks: tp = TP and pp = PP give the groups of training.
-    """
+    """Groups of each kind within `policies`; tp = TP and pp = PP give those of training."""
     ranks = sorted(rank for policy in policies for rank in policy)
     copies = len(ranks) // (tp * pp)
-    # By stage, copy and tensor-parallel rank.
     table = torch.tensor(ranks).view(pp, copies, tp)
     pipelines = table.permute(1, 2, 0).reshape(-1, pp).tolist()
     return {
@@ -175,8 +171,7 @@ def divide(decode: _Decode, group: Any, pad_id: int, *inputs: Tensor) -> Generat
     """
     size, rank = torch.distributed.get_world_size(group), torch.distributed.get_rank(group)
     own = torch.arange(len(inputs[0])).tensor_split(size)[rank]
-    # A rank without samples of its own decodes a copy of the first: if experts are spread over
-    # ranks, none may be absent.
+    # A rank without samples decodes a copy of the first: its experts may be needed.
     index = own if len(own) else torch.zeros(1, dtype=torch.int64)
     output, error = None, None
     try:

@@ -25,7 +25,7 @@ def tokenize_batch(
     add_BOS: bool | None = None,
     add_EOS: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Tokens int64 `[b, max_len]`, cut and padded with eos, and lengths int64 `[b]`, on the CPU.
+    """int64 tokens `[b, max_len]`, cut and padded with eos, and lengths `[b]`, on the CPU.
     `add_BOS` None: as the tokenizer does. `UserError`: it is True and the tokenizer has no bos
     token.
     """
@@ -44,8 +44,8 @@ def tokenize_batch(
 
 class EndConditions:
     """Decides when a response has ended: at one of `token_ids` (eos first), or with an end string.
-    One that is a token for the tokenizer ends a response as that token only, not spelled by
-    others; the other `strings` are searched for in the decoded last tokens.
+    One that is a token for the tokenizer ends a response as that token only; the other `strings`
+    are searched for in the decoded last tokens.
     """
 
     def __init__(self, tokenizer: Tokenizer, end_strings: Sequence[str] = ()) -> None:
@@ -84,8 +84,7 @@ class EndConditions:
 
     def _candidate(self, token: int) -> bool:
         if token not in self._may_end:
-            # Alone, a part of a character decodes to U+FFFD and some tokens to nothing: these need
-            # the whole tail.
+            # Alone, half a character decodes to U+FFFD and some tokens to nothing.
             last = self._decode([token]).rstrip()[-1:]
             self._may_end[token] = last in ("", "\ufffd") or any(
                 s.rstrip()[-1:] in ("", last) for s in self.strings
@@ -93,9 +92,7 @@ class EndConditions:
         return self._may_end[token]
 
     def at_end(self, ids: Sequence[int], first: int = 0) -> bool:
-        """Whether the sample `ids`, whose response begins at `first`, has ended with its last
-        token; an end string must not begin in the prompt.
-        """
+        """Whether the response from `first` on in the sample `ids` ends with its last token."""
         if ids[-1] in self._ends:
             return True
         if not (self.strings and 0 <= ids[-1] < self.vocab_size and self._candidate(ids[-1])):
@@ -110,14 +107,9 @@ def verify_is_valid_and_clamp_range_(
     tokenizer: Tokenizer,
     end_strings: Sequence[str] | None = None,
 ) -> Tensor:
-    """bool `[b]`: the response of another engine ends at R-1 and no id of the sample is outside
-    the vocabulary; clamps the ids in place.
-
-    Args:
-        response_tokens: int64 `[b, S]`, prompt and response.
-        response_lengths: int64 `[b]`, R.
-        strategy: not used (NeMo-Aligner's signature).
-        end_strings: strings that end a response, besides eos.
+    """bool `[b]`: the response of another engine ends at R-1 and no id of `response_tokens`, int64
+    `[b, S]`, is outside the vocabulary; clamps the ids in place. `response_lengths` int64 `[b]`:
+    R; `strategy`: not used (NeMo-Aligner's signature).
     """
     inside = ((response_tokens >= 0) & (response_tokens < tokenizer.vocab_size)).all(dim=1)
     response_tokens.clamp_(0, tokenizer.vocab_size - 1)
@@ -132,8 +124,8 @@ _INCOMPLETE = "\ufffd"  # what the bytes of half a character decode to
 
 class TextStream:
     """Cuts the text of a growing response into pieces that can be shown at once; joined, they are
-    `response_text` of all tokens. A token alone does not decode to its part of the text, so all
-    are decoded each time, and what may still change is held back.
+    `response_text` of all tokens. All are decoded each time, and what may still change is held
+    back.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:

@@ -1,8 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
 """The dataset of a job, built by its own functions on the tokenizer of a model, and what a reader
-should know of it: lengths, what is dropped or cut and why, duplicates, empty responses, special
-tokens in what somebody wrote.
+should know of it, such as lengths, what is dropped or cut and why, and duplicates.
 """
 
 import itertools

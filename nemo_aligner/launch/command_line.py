@@ -93,8 +93,8 @@ def hydra_runner(
 
 
 def forced(word: str, may_be_group: bool = False) -> str:
-    """A word with which Hydra sets a key even if the YAML file lacks it: the job refuses unknown
-    keys. One without a dot may be a group of files.
+    """A word with which Hydra sets a key even if the YAML file lacks it. One without a dot may be
+    a group of files.
     """
     found = re.match(r"\+{0,2}(?!hydra\.)([A-Za-z_][\w.]*)=", word)
     is_key = found is not None and not (may_be_group and "." not in found[1])

@@ -1,8 +1,6 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""How a job ends: all its processes together, with one message where a user can fix the cause.
-Imports nothing heavy.
-"""
+"""How a job ends: all its processes together, with one message. Imports nothing heavy."""
 
 import contextlib
 import functools
@@ -103,9 +101,9 @@ def adopt(processes: list[subprocess.Popen]) -> None:
 
 
 def end_at_once(code: ExitCode, asked_by: int | None = None) -> NoReturn:
-    """End this process, which cannot do it in order, and with it the job; any thread calls it. If
-    rank 0 has started it, that one ends first, by the same signal `asked_by`: Lightning's launcher
-    would end the job with another code.
+    """End this process, which cannot do it in order, and the job; any thread calls it. If rank 0
+    has started it, that one ends first, by the same signal `asked_by`: Lightning would change the
+    code.
     """
     _ends_at_once.set()
     if _was_started():
@@ -138,9 +136,7 @@ def end_with_starter() -> None:
 
 
 def _was_started() -> bool:
-    """By rank 0; Lightning's launcher kills the whole job if such a process ends with another code
-    than 0.
-    """
+    """Lightning's launcher kills the job if a process that rank 0 started does not end with 0."""
     return os.environ.get(STARTED_BY) == str(os.getppid())
 
 

@@ -80,8 +80,8 @@ class Experiment:
 
 
 def start_processes(cfg: DictConfig, config_name: str) -> JobTrainer:
-    """Resolve and log `cfg`, of a job that keeps no experiment, start its processes and join them;
-    every rank calls it.
+    """Resolve and log `cfg`, of a job without experiment, start and join processes; all ranks call
+    it.
     """
     trainer = resolve_and_create_trainer(cfg)
     log_config(cfg, config_name)
@@ -187,9 +187,9 @@ def run_timer(cfg: DictConfig) -> Timer:
 
 
 def setup_experiment(trainer: Trainer, cfg: DictConfig) -> Path | None:
-    """Make the log folder and the loggers with NeMo's `exp_manager`, which does not see keys of
-    checkpoints, resuming and time limits; every rank calls it. None with `exp_manager=null`.
-    `UserError`: the folder cannot be written, or a logger cannot be set up.
+    """Make the log folder, which it returns, and the loggers with NeMo's `exp_manager`, which does
+    not see keys of checkpoints, resuming and time limits; every rank calls it. None with
+    `exp_manager=null`. `UserError`: the folder cannot be written, or a logger cannot be set up.
     """
     if cfg.exp_manager is None:
         return None
@@ -266,8 +266,8 @@ def _former_runs(log_dir: Path) -> list[Path]:
 
 
 def _keep_json_lines(log_dir: Path) -> None:
-    """Put the JSON lines of former runs, which `exp_manager` has moved, back: a resumed job
-    continues them. A run that died before it did so has left several parts.
+    """Put back the JSON lines of former runs, which `exp_manager` has moved, perhaps several
+    parts.
     """
     parts: dict[str, list[Path]] = {}
     for run in _former_runs(log_dir):
@@ -305,9 +305,7 @@ def build_checkpoint_callback(
     made_from: MadeFrom | None = None,
     has_validation: bool = True,
 ) -> CheckpointCallback:
-    """By `checkpoint_options`; without a `log_dir` it neither writes nor finds a checkpoint,
-    without a validation neither ranks nor names have metrics of it.
-    """
+    """By `checkpoint_options`; without a `log_dir` it neither writes nor finds a checkpoint."""
     given = checkpoint_options(cfg)
     if not has_validation:
         if str(given.get("monitor")).startswith("val_"):

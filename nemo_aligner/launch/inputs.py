@@ -1,8 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The models, data files and first records that a configuration names, checked before the packages
-of a job are imported; the same functions check all of it when the job reads them. Imports nothing
-heavy.
+"""The models, data files and first records that a configuration names, checked before the heavy
+imports, by functions that the job uses too. Imports nothing heavy.
 """
 
 import itertools
@@ -54,9 +53,7 @@ CODE = {key.name: key.code for job in JOBS.values() for key in job.keys.values()
 
 
 def check_inputs(cfg: DictConfig, config_name: str) -> None:
-    """Raise `UserError` if a model, file or record that a complete configuration names is missing
-    or cannot be used.
-    """
+    """`UserError`: a model, file or record that a complete `cfg` names is missing or unusable."""
     given = {key: OmegaConf.select(cfg, key) for key in (restore_key(config_name), *MODELS, *CODE)}
     for key, value in given.items():
         if value is None or "://" in str(value):
@@ -99,8 +96,8 @@ def check_inputs(cfg: DictConfig, config_name: str) -> None:
 def _data_files(
     cfg: DictConfig, config_name: str
 ) -> Iterator[tuple[str, DataFile, DictConfig, bool]]:
-    """Of each data file: its key, the file, the section that says how it is read, and whether it
-    is the first of its list.
+    """Of each: key, file, the section that says how it is read, whether it is the first of its
+    list.
     """
     lists = {
         f"{key}.file_path": OmegaConf.select(cfg, key)
@@ -126,8 +123,8 @@ def _check_record(
     section: DictConfig,
     config_name: str,
 ) -> None:
-    """Raise `UserError` if a data set would refuse a record, or its prompt is empty and no key
-    allows it; `others` are columns that may hold the prompt, `before` is the first line of a pair.
+    """`UserError`: a data set would refuse a record, or its prompt is empty and no key allows it;
+    `others` are columns that may hold the prompt, `before` is the first line of a pair.
     """
     data: Any = cfg.get("data") or cfg.model.data
     kind = JOBS[config_name].records

@@ -67,8 +67,8 @@ def job_main(
 
 
 def check_job(cfg: DictConfig, config_name: str) -> list[str]:
-    """Check a complete configuration and the files that it names; what imports PyTorch last.
-    Returns the notes of `check_config`.
+    """Check a complete configuration, then the files that it names; returns notes of
+    `check_config`.
     """
     accelerator, devices = cfg.trainer.accelerator, to_plain(cfg.trainer.devices)
     on_cpu, counts_gpus = accelerator == "cpu", str(devices) in ("auto", "-1")

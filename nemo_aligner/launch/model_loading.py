@@ -134,9 +134,7 @@ def _contents(form: DictConfig | dict[str, Any] | None) -> dict[str, Any] | None
 def remove_overwritten_fields(
     base_config: DictConfig, overwrite_config: DictConfig | dict
 ) -> None:
-    """Remove from `base_config` what the section `overwrite_base_config` marks as true, at any
-    depth.
-    """
+    """Remove what the section `overwrite_base_config` marks as true, at any depth."""
     for key, value in overwrite_config.items():
         if not isinstance(value, DictConfig | dict):
             if value:

@@ -46,8 +46,8 @@ LIGHTNING_OPTIONS = (
 
 
 class JobTrainer(Trainer):
-    """Lightning's trainer, with its job's whole configuration `job_cfg`, resolved, and the
-    `section` of `job_cfg.trainer` with the job's own settings, if any.
+    """Lightning's trainer, with its job's resolved configuration and own section of `trainer`, if
+    any.
     """
 
     def __init__(self, job_cfg: DictConfig, section: str | None, **options: Any) -> None:
@@ -65,8 +65,8 @@ def _check_resume(
     dirpath: str | None = None,
     resume_from_checkpoint: str | None = None,
 ) -> None:
-    """Stands for NeMo's function by which `exp_manager` sets `trainer.ckpt_path`: gives the newest
-    complete checkpoint of this package.
+    """In place of NeMo's, for `exp_manager`: `trainer.ckpt_path` is our newest complete
+    checkpoint.
     """
     if isinstance(trainer, JobTrainer) and resume_if_exists:
         resume_if_exists = False
@@ -106,8 +106,7 @@ def resolve_and_create_trainer(cfg: DictConfig, pop_trainer_key: str | None = No
     """
     sweep_once()
     adopt_mpi_ranks(os.environ)  # scripts of NeMo-Aligner have nobody else to do it
-    # NeMo's callback parses the names of an earlier run's checkpoints, fails at val_loss=nan, and
-    # removes all but the best.
+    # NeMo's callback fails at an earlier run's val_loss=nan, and removes all but the best.
     NeMoModelCheckpoint.nemo_topk_check_previous_run = lambda _self: None
     nemo_exp_manager.check_resume = _check_resume
     OmegaConf.resolve(cfg)
@@ -147,9 +146,8 @@ def resolve_and_create_trainer(cfg: DictConfig, pop_trainer_key: str | None = No
 def launch_processes(trainer: Trainer | None) -> None:
     """Start the other processes of this node, if nobody else did (torchrun, SLURM), and join the
     process group; every rank calls it. With plain `python` Lightning starts this script again,
-    once per further device. Without a trainer, or with the group in place, nothing happens. When a
-    process started in this way dies, the others end within seconds: Lightning watches the
-    children, and they end with their parent.
+    once per further device; such processes end with each other. Without a trainer, or with the
+    group in place, nothing happens.
     """
     if trainer is None or torch.distributed.is_initialized():
         return

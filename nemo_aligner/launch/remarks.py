@@ -1,8 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What libraries log and warn of goes to a file of the run, not between the lines of a job. Their
-errors stay, and with `NEMO_ALIGNER_VERBOSE` in the environment (`-v` of the command) everything
-does. Imports nothing heavy.
+"""What libraries log and warn of goes to a file of the run, except errors, and unless
+`NEMO_ALIGNER_VERBOSE` is in the environment (`-v` of the command). Imports nothing heavy.
 """
 
 import contextlib

@@ -1,8 +1,6 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What jobs share whose policy learns from its own responses: prompts, rewards, training,
-resuming.
-"""
+"""What jobs share whose policy learns from its own responses."""
 
 import atexit
 import functools
@@ -121,11 +119,11 @@ def train_on_rollouts(
         lambda cfg, ckpt_callback, client: load_trainer_state(cfg, ckpt_callback)
     ),
 ) -> None:
-    """Train `model` from where the last checkpoint stands to the end; all ranks call it.
-    `JobStopped`: after a save, at the time limit or a signal.
+    """Train `model`, with its initial weights, adapters and reference policy, from where the last
+    checkpoint stands to the end; all ranks call it. `JobStopped`: after a save, at the time limit
+    or a signal.
 
     Args:
-        model: with its initial weights, adapters and reference policy.
         trainer_class: its settings are the section `job.section` of `cfg.trainer`.
         remote: section of the servers that score the responses.
         client_class: talks to them; the trainer gets one as `client_argument`.
@@ -167,8 +165,8 @@ def train_on_rollouts(
 def connect_teachers(
     cfg: DictConfig, tokenizer: "TokenizerSpec", train_ds: RLHFDataset
 ) -> "PolicyTeachers":
-    """The teachers of `remote_teacher`; all ranks call it. `UserError`: a record of the training
-    data names none, or an unknown one.
+    """All ranks call it. `UserError`: a record of the training data names no teacher of
+    `remote_teacher`.
     """
     from nemo_aligner.servers.teachers import PolicyTeachers
 
@@ -195,10 +193,9 @@ def connect_teachers(
 
 
 def own_function(named: str | None, key: str, parameters: Sequence[str]) -> Callable | None:
-    """The function `named` (path/to/file.py:function, of a file that exists), the value of `key`;
-    None without it. It is called with `parameters`; its result has the shape of the first.
-    `ConfigError`: there is no such function, it cannot be called so, or (when called) its result
-    is no tensor of that shape, or has no gradient to pass on.
+    """The function `named` (path/to/file.py:function), the value of `key`, if any. It is called
+    with `parameters`. `ConfigError`: there is none, it cannot be called so, or (when called) its
+    result has not the shape of the first, or no gradient to pass on.
     """
     if named is None:
         return None
@@ -377,9 +374,9 @@ def load_state_of_pair(
     ckpt_callback: CheckpointCallback,
     rm_critic: RemoteGPTRMCriticClient | RewardsInPlaceOfCritic,
 ) -> dict[str, Any] | None:
-    """Resume the actor as `exp_manager` asks, and the critic at the same step: its counters, None
-    for a fresh start; all ranks call it. Where they have no step in common, the actor resumes
-    alone, and the check before its first rollout says what to do (`check_status`).
+    """Counters of the actor, resumed as `exp_manager` asks, with the critic at the same step; None
+    for a fresh start; all ranks call it. Without a common step the actor resumes alone, and the
+    check before its first rollout says what to do (`check_status`).
     """
     if cfg.exp_manager is None:
         return load_trainer_state(cfg, ckpt_callback)

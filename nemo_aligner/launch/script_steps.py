@@ -1,10 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The steps and helpers of NeMo-Aligner's own scripts, under its names and signatures.
-
-There Lightning sets the model up and NeMo's `exp_manager` makes the checkpoint callback; here the
-same calls reach `MegatronGPTModel.setup_megatron_optimization` and `CheckpointCallback`. The
-scripts of this package do not use them: see `launch/experiment.py`.
+"""The steps and helpers of NeMo-Aligner's own scripts, under its names and signatures. The scripts
+of this package do not use them: see `launch/experiment.py`.
 """
 
 import functools
@@ -49,8 +46,8 @@ COUNTERS = (
 
 
 def init_peft(ptl_model: MegatronGPTModel, updated_cfg: DictConfig) -> None:
-    """Set up what `peft` of the section `model` asks for; all ranks call it. `UserError`: a scheme
-    that is not available.
+    """Set up `peft` of the section `model`; all ranks call it. `UserError`: an unavailable
+    scheme.
     """
     peft_cfg = updated_cfg.get("peft")
     scheme = None if peft_cfg is None else peft_cfg.get("peft_scheme")
@@ -125,8 +122,8 @@ def _updates(
 
 
 def _refuse_keys_of_own_script(rollout: DictConfig, settings: DictConfig) -> None:
-    """`ConfigError`: keys that NeMo-Aligner's PPO script cannot hand on, or that need another
-    client.
+    """`ConfigError`: a key that NeMo-Aligner's PPO script cannot hand on or whose client it
+    lacks.
     """
     estimator = ADVANTAGE_ESTIMATORS[settings.advantage_estimator]
     used = {
@@ -147,7 +144,7 @@ def _refuse_keys_of_own_script(rollout: DictConfig, settings: DictConfig) -> Non
 def extract_optimizer_scheduler_from_ptl_model(
     ptl_model: MegatronGPTModel,
 ) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
-    """Of a model; `UserError`: it is not set up for training."""
+    """Optimizer and schedule of a model; `UserError`: it is not set up for training."""
     if ptl_model._optimizer is None or ptl_model._scheduler is None:
         raise UserError(
             f"{type(ptl_model).__name__} has no optimizer yet; call init_using_ptl, or "
@@ -208,9 +205,7 @@ def custom_save_ckpt_func(
     is_train_end: bool = False,
     save_top_only: bool = False,
 ) -> None:
-    """`self.custom_save(...)`, by NeMo-Aligner's function; all ranks call it. `save_top_only` has
-    no effect.
-    """
+    """`self.custom_save(...)`; all ranks call it. `save_top_only` has no effect."""
     self.custom_save(monitor_candidates, is_train_end=is_train_end)
 
 
@@ -303,9 +298,9 @@ def configure_batch_sizes(mbs: int, gbs: int, dp: int = 1) -> None:
 
 
 class InferenceMetricsHandler:
-    """Several metrics by name, each with `update(batch, generation_output)`, `compute() -> float`
-    and `reset()`. `metrics_config`: from name to what Hydra makes the metric of (`_target_`, ...),
-    or None.
+    """Metrics by name, each with `update(batch, generation_output)`, `compute() -> float` and
+    `reset()`. `metrics_config`: from name to what Hydra makes the metric of (`_target_`, ...), or
+    None.
     """
 
     def __init__(self, metrics_config: DictConfig | dict[str, Any] | None) -> None:

@@ -1,7 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What a job does before and around its heavy imports, and whether the installed packages are
-those that this project runs with. Imports no package.
+"""What a job does before and around its heavy imports, and the check of the installed packages.
+Imports no package.
 """
 
 import contextlib
@@ -19,9 +19,8 @@ from nemo_aligner.parallel.environment import is_rank_zero
 
 @contextlib.contextmanager
 def long_imports() -> Iterator[None]:
-    """Inside, no garbage is collected; objects that are there at the end stay out of collections:
-    the packages make a million that live as long as the process, which cost a fifth of the imports
-    and a quarter of a second per collection.
+    """Inside, no garbage is collected, and later not of the million objects of these imports: they
+    live as long as the process and cost a quarter of a second per collection.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -35,8 +34,7 @@ def long_imports() -> Iterator[None]:
 
 def share_cores(devices: Any, jobs: int = 1, env: MutableMapping[str, str] | None = None) -> None:
     """Set OMP_NUM_THREADS unless the user has: ranks of one machine (`devices`, or those of
-    torchrun and mpirun), and `jobs` beside each other, divide its cores. Call it before torch is
-    imported; child processes inherit it.
+    torchrun and mpirun), and `jobs`, divide its cores. Call it before torch is imported.
     """
     env = os.environ if env is None else env
     if env.get("OMP_NUM_THREADS"):

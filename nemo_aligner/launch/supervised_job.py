@@ -144,9 +144,8 @@ def build_sft_loaders(
     tokenizer: Tokenizer,
     collate_fn: Callable[..., Any] | None = None,
 ) -> Loaders:
-    """Loaders of `model.data.train_ds` and `model.data.validation_ds`; without files the second
-    has none. `build` makes a data set of (section, tokenizer); `collate_fn` is of the training
-    data, in place of its own.
+    """Loaders of `model.data.train_ds` and, if it has files, `validation_ds`. `build` makes a data
+    set of (section, tokenizer); `collate_fn` is of the training data, in place of its own.
     """
     train, validation = cfg.model.data.train_ds, cfg.model.data.validation_ds
     dataset = build(train, tokenizer)
@@ -165,9 +164,9 @@ def train_supervised(
     loaders: Loaders,
     trainer_class: Callable[..., SupervisedTrainer] = SupervisedTrainer,
 ) -> SupervisedTrainer:
-    """Train `model` (with its initial weights, adapters and reference policy) from where the last
-    checkpoint stands to the end; all ranks call it. `JobStopped`: after a save, at the time limit
-    or a signal.
+    """Train `model`, with its initial weights, adapters and reference policy, from the last
+    checkpoint to the end; all ranks call it. `JobStopped`: after a save, at the time limit or a
+    signal.
     """
     settings = cfg.trainer[job.section]
     max_steps = supervised_max_steps(settings, loaders.train)

@@ -139,9 +139,7 @@ class Watchdog:
         endings.end_at_once(ExitCode.LOST_PEER)
 
     def _wait_until_said(self, first: int) -> None:
-        """Wait until rank `first` has printed what hangs: if another ended sooner, the collective
-        in which that one stands would fail with another error.
-        """
+        """Until rank `first` has printed what hangs: an end before would break its collective."""
         with contextlib.suppress(RuntimeError):  # the store has ended with rank 0
             if self.rank == first:
                 self._store.put("said", "yes")
@@ -183,8 +181,8 @@ _watchdogs: list[Watchdog] = []
 
 
 def watch(timeout_s: float | None, rank: int = 0, size: int = 1) -> None:
-    """Have this process watched, once; every rank of the job calls it. `timeout_s` is
-    `trainer.hang_timeout_s`; None or 0: it is not watched.
+    """Watch this process; every rank calls it, with `trainer.hang_timeout_s`; None or 0: not
+    watched.
     """
     if timeout_s and not _watchdogs:
         _watchdogs.append(Watchdog(timeout_s, rank, size))

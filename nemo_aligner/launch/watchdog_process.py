@@ -1,10 +1,8 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The process beside a rank that kills it when it no longer runs: when it is stopped, or native
-code keeps all its threads from running (launch/watchdog.py starts it, as a file).
-
-The rank writes its phase into a pipe again and again. What is said of a rank that is killed comes
-from here, as it cannot say it itself. Imports only what a bare Python has, and starts in 20 ms.
+"""The process beside a rank that kills it when it is stopped, or native code keeps all its threads
+from running (launch/watchdog.py starts it, as a file). It reads the rank's phase from a pipe.
+Imports only what a bare Python has, and starts in 20 ms.
 
     python -I -S watchdog_process.py PID NAME TIMEOUT_S ENDING_FILE < pipe
 """

@@ -195,8 +195,8 @@ def sum_over_dp(tensor: Tensor) -> Tensor:
 def masked_global_mean_var(
     values: Tensor, mask: Tensor, group: ProcessGroup | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Mean and variance (not Bessel-corrected) over the masked slots of all ranks of `group`:
-    float32 scalars, 0 if no slot counts anywhere. Slots outside the mask may hold NaN.
+    """Mean and variance (not Bessel-corrected) where `mask`, over all ranks of `group`: float32
+    scalars, 0 if no slot counts. Slots outside the mask may hold NaN.
     """
     on_device = (values.to(get_device()), mask.to(get_device()))
     mean, var = masked_mean_var(*on_device, lambda sums: all_reduce(sums, group))
@@ -268,10 +268,8 @@ def run_distributed_inference(
 
     Args:
         inputs: on rank 0, `inputs` int64 [N, S] and `sequence_length` [N] or [N, 1] (arrays or
-            tensors). N should be a multiple of the data-parallel size: no rank gets an empty
-            share.
-        infer_fn: called as `infer_fn(inputs=(tokens, lengths))` with this rank's samples; returns
-            a tensor, or (rewards, values).
+            tensors). N should be a multiple of the data-parallel size.
+        infer_fn: `infer_fn(inputs=(tokens, lengths))` gives a tensor, or (rewards, values).
     """
     if infer_fn is None:
         raise ValueError("run_distributed_inference needs infer_fn")

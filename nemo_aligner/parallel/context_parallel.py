@@ -30,8 +30,8 @@ def width_multiple() -> int:
 
 
 def take_share(x: Tensor, dim: int) -> Tensor:
-    """This rank's positions of `x` `[.., S, ..]` along `dim`: `[.., S/CP, ..]`, any dtype;
-    `ValueError`: S is no multiple of 2*CP.
+    """This rank's part `[.., S/CP, ..]` of `x` along `dim`; `ValueError`: S is no multiple of
+    2*CP.
     """
     size = parallel_state.get_context_parallel_world_size()
     if size == 1:
@@ -52,9 +52,8 @@ def _share(chunks: Sequence[Tensor], rank: int, dim: int) -> Tensor:
 def gather_shares(x: Tensor, dim: int, sum_gradients: bool = False) -> Tensor:
     """Join the shares `[.., S/CP, ..]` of all ranks, of a dtype that the backend carries (not
     bool), to `[.., S, ..]` on every rank. `sum_gradients` False: every rank computes the *same*
-    loss from the result, so this rank's part of the gradient is complete. True: they compute
-    different things (attention of their own queries), so the backward pass sums the gradients over
-    the ranks, a collective.
+    loss from the result, so its part of the gradient is complete. True: they compute different
+    things, so the backward pass sums the gradients over the ranks, a collective.
     """
     if parallel_state.get_context_parallel_world_size() == 1:
         return x

@@ -3,10 +3,9 @@
 """Operations that are faster on CPUs than PyTorch's: matrix products by oneDNN, and parts of a
 transformer layer with a gradient of their own, for which Transformer Engine has kernels on a GPU.
 
-PyTorch gives float32 products to Intel's MKL, which keeps its AVX-512 kernels for Intel's CPUs: on
-an AMD EPYC with AVX-512 oneDNN needs half the time; without AVX-512 it is faster only with packed
-weights. The kind of CPU decides and not a measurement, so that a resumed job computes the same
-bits.
+PyTorch gives float32 products to Intel's MKL, which uses AVX-512 on Intel's CPUs only: on an AMD
+EPYC with AVX-512 oneDNN needs half the time. The kind of CPU decides and not a measurement, so
+that a resumed job computes the same bits.
 """
 
 import functools
@@ -56,8 +55,7 @@ _NO_ACTIVATION: tuple = ("none", [], "")
 
 def packed_linear(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
     """`x` -> `x @ weight.T + bias` with a copy of `weight` `[out, in]` in the order that is read
-    fastest; without gradients. The order is oneDNN's own where `onednn_packs` the dtype, else by
-    columns, which costs less while x has few rows.
+    fastest (oneDNN's own where `onednn_packs` the dtype, else by columns); without gradients.
     """
     weight = weight.detach()
     if onednn_packs(weight.dtype):
@@ -83,7 +81,6 @@ def _mm(a: Tensor, b: Tensor) -> Tensor:
         and _in_rows_or_columns(b)
     ):
         return torch.ops.mkldnn._linear_pointwise.default(a, b.t(), None, *_NO_ACTIVATION)
-    # The same product, by the kernel that writes into a given tensor.
     return torch.ops.aten.mm.out(a, b, out=a.new_empty(a.size(0), b.size(1)))
 
 
@@ -124,8 +121,8 @@ class _SwiGLU(torch.autograd.Function):
 
 
 def swiglu(both: Tensor) -> Tensor:
-    """`silu(gate) * up` for the halves gate and up `[..., f]` of `both` `[..., 2f]`, in the bits
-    of separate operations; the gradients of both halves are written where they lie.
+    """`silu(gate) * up` for the halves gate and up `[..., f]` of `both` `[..., 2f]`; the bits of
+    separate operations.
     """
     return _SwiGLU.apply(both)
 
@@ -200,8 +197,8 @@ def apply_rotary(
     **latent: Any,
 ) -> Tensor:
     """`megatron.core...rope_utils._apply_rotary_pos_emb_bshd` of `t` `[s, ..., d]` and float32
-    angles `[s, ..., r]`, r <= d: columns beyond stay. `original` is that function, which computes
-    other forms, such as those of multi-latent attention (`latent`).
+    angles `[s, ..., r]`, r <= d. `original` is that function, which computes other forms
+    (`latent`).
     """
     if rotary_interleaved or any(latent.values()):
         return original(t, freqs, rotary_interleaved, mscale=mscale, **latent)

@@ -36,10 +36,9 @@ _LARGEST_KEPT = 1 << 30  # bytes
 
 @functools.cache
 def keep_freed_memory() -> None:
-    """Let this process reuse the memory of freed tensors; with CUDA do nothing. The C library
-    returns large freed blocks to the system, and zeroed pages for new ones cost a quarter of the
-    time of log-probs. Afterwards, blocks of up to 1 GiB stay with the process. Other C libraries,
-    and a user's own choice by the environment, are left alone.
+    """Let this process reuse the memory of freed tensors, up to 1 GiB each; with CUDA do nothing.
+    The C library returns it to the system, and zeroed pages cost a quarter of the time of
+    log-probs. Other C libraries, and a user's own choice by the environment, are left alone.
     """
     if torch.cuda.is_available() or any(name in os.environ for name in _USERS_CHOICE):
         return

@@ -47,8 +47,7 @@ class Touched(NamedTuple):
     name: str
     reason: str
     where: str
-    # what takes its place for the whole process, made of the original
-    replacement: Callable[[Any], Any]
+    replacement: Callable[[Any], Any]  # makes what takes its place from the original
 
 
 def _touched(
@@ -449,10 +448,9 @@ def _cpu_constant(constant: Any) -> Any:
 
 @functools.cache
 def adapt_megatron_core() -> None:
-    """Check the names that are touched, and make Megatron Core usable without CUDA, and its
-    distributed optimizer with PyTorch's Adam. `parallel_state.initialize()` calls it before any
-    model is built, and nothing else needs to. `ImportError`: the installed megatron-core or
-    Transformer Engine lacks a listed name.
+    """Check the names that are touched, and adapt Megatron Core to a process without CUDA or with
+    PyTorch's Adam. `parallel_state.initialize()` calls it before any model is built.
+    `ImportError`: the installed megatron-core or Transformer Engine lacks a listed name.
     """
     for touched in TOUCHED:
         if importlib.util.find_spec(touched.module.split(".")[0]) is not None:

@@ -77,8 +77,8 @@ def changed(changes: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def decoding_mode(model: list[torch.nn.Module]) -> Iterator[None]:
-    """Chunks in evaluation mode, with sequences not split over TP or CP ranks: Megatron Core's own
-    modules, and Transformer Engine's attention.
+    """Evaluation, with sequences not split over TP or CP ranks, of Megatron Core's own modules and
+    Transformer Engine's attention.
     """
     names = ("sequence_parallel", "scatter_to_sequence_parallel", "reduce_scatter_embeddings")
     modules: list[Any] = [module for chunk in model for module in chunk.modules()]
@@ -120,15 +120,15 @@ def decoding_mode(model: list[torch.nn.Module]) -> Iterator[None]:
 
 
 def shapes_exchanged(config: TransformerConfig, wanted: bool) -> AbstractContextManager[None]:
-    """If `wanted`, pipeline stages tell each other the shape of every tensor: micro-batches may
-    then differ in width and number of samples.
+    """If `wanted`, let micro-batches differ in width and number of samples between pipeline
+    stages.
     """
     return changed([(config, "variable_seq_lengths", wanted)])
 
 
 def all_weights_named(optimizers: list[MegatronOptimizer]) -> AbstractContextManager[None]:
     """Let the optimizer of a bf16 model name its float32 weights (a head) in a checkpoint too:
-    Megatron Core numbers the bf16 weights alone and would confuse the states of two weights.
+    Megatron Core numbers the bf16 weights alone and would confuse states.
     """
 
     def groups(part: Any) -> list[list[Any]]:
@@ -141,9 +141,8 @@ def all_weights_named(optimizers: list[MegatronOptimizer]) -> AbstractContextMan
 
 def places_without_padding(optimizers: list[MegatronOptimizer]) -> AbstractContextManager[None]:
     """Let distributed optimizers find the state of each weight where they gather it for a
-    checkpoint. Megatron Core leaves out the padding between buckets only when it gathers: behind
-    padding it would save the state of other weights. There are several buckets with
-    `overlap_grad_sync`, and in pipelines with tied embeddings.
+    checkpoint. Megatron Core leaves out the padding between buckets (there are several with
+    `overlap_grad_sync`, and in pipelines with tied embeddings) only when it gathers.
     """
 
     def places(buffer: Any) -> dict[Any, tuple[int, int, int]]:
@@ -162,8 +161,8 @@ def places_without_padding(optimizers: list[MegatronOptimizer]) -> AbstractConte
 
 
 def groups_in_order(optimizers: list[MegatronOptimizer]) -> AbstractContextManager[None]:
-    """Load parameter groups in the order given: Megatron Core matches them by settings, which two
-    groups of different dtype may share.
+    """Load parameter groups in the order given: Megatron Core matches by settings, which groups
+    may share.
     """
     return changed(
         (part, "_filter_and_reorder_param_groups", lambda _own, given: given)

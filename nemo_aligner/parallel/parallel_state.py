@@ -50,11 +50,10 @@ def initialize(
     seed: int = 1234,
     timeout: timedelta = timedelta(minutes=30),
 ) -> None:
-    """Adapt Megatron Core and PyTorch, create the process groups and seed Megatron Core's
-    random-number tracker. Every rank calls it once, before it builds a model. A process without
-    `torch.distributed` becomes a world of its own (through an in-process store: no port).
-    `ConfigError`: TP x PP x CP does not divide the number of ranks, or EP does not divide the
-    ranks that share a model's work.
+    """Adapt Megatron Core and PyTorch, create the process groups and seed the random-number
+    tracker. Every rank calls it once, before it builds a model. A process without
+    `torch.distributed` becomes a world of its own, without a port. `ConfigError`: TP x PP x CP
+    does not divide the number of ranks, or EP does not divide the ranks that share a model's work.
     """
     adapt_megatron_core()
     keep_freed_memory()
@@ -135,9 +134,8 @@ def _new_replica_group(timeout: timedelta) -> ProcessGroup:
 
 
 def seed_generators(seed: int, by_context_rank: bool = False) -> None:
-    """Seed Megatron's random-number tracker and the generator of the device; with
-    `by_context_rank` differently on context-parallel ranks (for dropout: they hold different
-    positions), else alike (for initial weights, which they share).
+    """Seed Megatron's random-number tracker and the device's generator; with `by_context_rank`
+    (for dropout) differently on context-parallel ranks, else alike (for initial weights).
     """
     # Pipeline stages hold other layers: they must not draw the same weights and dropout masks.
     stream = _mcore.get_pipeline_model_parallel_rank()
@@ -198,12 +196,11 @@ is_pipeline_last_stage = _of_megatron("is_pipeline_last_stage", True, ignore_vir
 get_context_parallel_world_size = _of_megatron("get_context_parallel_world_size", 1)
 get_context_parallel_rank = _of_megatron("get_context_parallel_rank", 0)
 get_context_parallel_group = _of_megatron("get_context_parallel_group", _no_group)
-# Ranks over which the experts of a layer are spread. They work on different samples, but must pass
-# through every layer equally often: tokens travel between them.
+# Ranks that share the experts of a layer; they must pass through every layer equally often.
 get_expert_model_parallel_group = _of_megatron("get_expert_model_parallel_group", _no_group)
 get_expert_model_parallel_world_size = _of_megatron("get_expert_model_parallel_world_size", 1)
 get_expert_model_parallel_rank = _of_megatron("get_expert_model_parallel_rank", 0)
-# The ranks that hold the same experts: replicas of each other's expert weights.
+# The ranks that hold the same experts.
 get_expert_data_parallel_group = _of_megatron("get_expert_data_parallel_group", _no_group)
 # The ranks that hold one copy of the weights, TP x PP; the last TP of them are the last stage.
 get_tensor_and_pipeline_parallel_group = _of_megatron("get_model_parallel_group", _no_group)

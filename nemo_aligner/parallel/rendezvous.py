@@ -3,13 +3,12 @@
 """The meeting of a job's ranks: on one machine, where no other machine can join; and one gloo
 device for all process groups of a process.
 
-Torch's store listens on every interface and knows no password. For ranks on one machine it gets a
-socket that listens on loopback alone. Ranks of several machines, and those of torchrun, whose own
-process holds the store, meet as torch has them.
+Torch's store listens on every interface and knows no password. Ranks on one machine get a socket
+on loopback alone; others, and those of torchrun, meet as torch has them.
 
-PyTorch opens a gloo device for every group, with a thread that wakes a hundred times a second.
-Megatron Core makes about twenty groups, also for one rank: 3 % of a core of a virtual machine.
-Gloo's devices are made to be shared, but PyTorch has no setting for it.
+PyTorch opens a gloo device for every group, about twenty with Megatron Core, with a thread that
+wakes a hundred times a second: 3 % of a core of a virtual machine. It has no setting to share
+them.
 """
 
 import functools
@@ -28,7 +27,7 @@ _LOOPBACK = ("127.0.0.1", "localhost")
 def join_on_loopback(
     backend: str, rank: int, world_size: int, address: str, port: int, timeout: timedelta
 ) -> bool:
-    """Initialise `torch.distributed` if all ranks, which call it, are on this machine; else
+    """Initialise `torch.distributed` if all ranks (which call it) are on this machine; else
     False.
     """
     # torchrun has opened the store already.
@@ -59,15 +58,14 @@ def join_on_loopback(
 # By process, since threads do not live on in a fork, and by the interfaces that PyTorch was given.
 # None is removed: a fork that freed a device of its parent would wait for the parent's thread.
 _devices: dict[tuple[int, str | None], list[Any]] = {}
-# With these gloo needs a device for each group: pairs are numbered by rank, or a group that ends
-# shuts its device down.
+# With these gloo needs a device for each group.
 _OWN_DEVICES = ("TORCH_GLOO_LAZY_INIT", "GLOO_ENABLE_RANK_AS_SEQUENCE_NUMBER")
 
 
 def share_gloo_devices() -> None:
-    """Let the gloo groups that this process creates from now on share the devices of its first, by
-    replacing `ProcessGroupGloo.__init__`. A process whose group could not be created, because a
-    rank did not come in time, should end: that rank may still connect to the device.
+    """Let this process's gloo groups share the devices of its first, by replacing
+    `ProcessGroupGloo.__init__`. A process whose group could not be created, because a rank did not
+    come in time, should end: that rank may still connect.
     """
     if not is_gloo_available():
         return

@@ -24,10 +24,9 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @torch.no_grad()
 def checksum(tensor: Tensor) -> Tensor:
-    """int64 scalar of the exact bits and their positions. Element i, read as an integer, counts 2
-    i + 1 times within a piece of the tensor, modulo 2**64; the pieces are joined by Horner's rule.
-    A change of one element changes the sum, because its factor is odd. Checksums of a CPU and of
-    another device cannot be compared: their pieces differ.
+    """int64 scalar of the exact bits and their positions. Element number i, as an integer, counts
+    `2i + 1` times within a piece, modulo 2**64 (odd, so a change of one changes the sum); pieces
+    are joined by Horner's rule. A CPU and another device have different pieces and checksums.
     """
     bits = tensor.detach().contiguous().view(-1).view(_INTEGERS[tensor.element_size()])
     size = CPU_PIECE if bits.device.type == "cpu" else DEVICE_PIECE
@@ -65,11 +64,10 @@ def checksum_of_shard(
 
 @torch.no_grad()
 def check_replicas(modules: list[torch.nn.Module]) -> None:
-    """Compare every weight of this rank's chunks with its replicas, by checksums; all ranks call
-    it. Replicas are copies on the data-parallel (x context-parallel) ranks of the same
-    tensor-parallel shard and pipeline stage. Shards of the distributed optimizer are not checked.
-    `ReplicaError`, on every rank: names the first weight that differs, and groups the ranks by the
-    bits they hold.
+    """Compare every weight of this rank's chunks with its replicas on the data-parallel (x
+    context-parallel) ranks, by checksums; all ranks call it. Shards of the distributed optimizer
+    are not checked. `ReplicaError`, on every rank: names the first weight that differs, and groups
+    the ranks by the bits they hold.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return

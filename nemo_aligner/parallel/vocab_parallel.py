@@ -4,8 +4,7 @@
 
 Policy, reference and training all take their log-probs from here, so that they agree to the bit.
 Arithmetic is fp32 (fp64 if the logits are), on a few tokens at a time: besides the logits the only
-tensor of size [B, S, V] is their gradient, in their own dtype, and it may overwrite them
-(`overwrite_logits`). Ranks exchange a few numbers per token, never the vocabulary.
+tensor of size [B, S, V] is their gradient, which may overwrite them (`overwrite_logits`).
 
 Notation: V vocabulary with padding, split evenly in rank order; per token M = max x over the
 vocabulary, s = (x - M) / temperature, Z = sum exp(s), p = exp(s) / Z. With them
@@ -13,10 +12,9 @@ vocabulary, s = (x - M) / temperature, Z = sum exp(s), p = exp(s) / Z. With them
     log p = s - log Z                   d log p[target] / dx = (onehot - p) / temperature
     H = log Z - m,  m = sum p s         dH / dx = -p (s - m) / temperature
 
-With context parallelism (`context_parallel.py`) the logits are those of this rank's share of the
-positions; targets and results have the full width. W is the width that the model computed, S or a
-little more, so that it can be split. Every rank of a tensor- and context-parallel group must make
-the same calls.
+With context parallelism the logits are those of this rank's share of the positions; targets and
+results have the full width. W is the width that the model computed, S or a little more, so that it
+can be split. Every rank of a tensor- and context-parallel group must make the same calls.
 """
 
 from collections.abc import Iterator
@@ -49,19 +47,17 @@ def from_parallel_logits_to_logprobs(
     target outside the vocabulary.
 
     Args:
-        vocab_parallel_logits: [B, W/CP, V/TP], this rank's slice of the vocabulary and share of
-            the positions.
+        vocab_parallel_logits: [B, W/CP, V/TP], this rank's slice and share.
         target: int64 [B, S]. With `ignore_last` the tokens: column t is scored on token t+1
-            (shifted here), and the last column is dropped. Without it the targets: column t is
-            scored on target t.
+            (shifted here), and the last column is dropped. Without it column t is scored on target
+            t.
         inference_only: keep nothing for a backward pass.
-        higher_stability: accepted for NeMo-Aligner's callers; the stable form is always used.
+        higher_stability: not used (NeMo-Aligner's signature).
         temperature: of sampling; the result is log softmax(logits / temperature).
-        vocab_size: real tokens; the padding above gets no probability and no gradient. None: all
-            V.
+        vocab_size: real tokens; the padding above gets no probability and no gradient. None: V.
         overwrite_logits: let the backward pass write the gradient over the logits, which must not
-            be a leaf of the graph, to save memory. Another backward pass that needs their values
-            then raises (autograd counts writes), but reading them directly does not.
+            be a leaf of the graph. Another backward pass that needs them then raises (autograd
+            counts writes), but reading them directly does not.
     """
     how = inference_only, temperature, vocab_size, overwrite_logits
     return _scores_of_tokens(vocab_parallel_logits, target, ignore_last, *how)[0]
@@ -77,9 +73,9 @@ def logprobs_and_entropy(
     overwrite_logits: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Log-probs and the entropy of the same distributions, both float32 [B, S-1], or [B, S]
-    without `ignore_last`, in one pass over the vocabulary. The log-probs are bit-identical to
-    those of `from_parallel_logits_to_logprobs`, which has the same arguments. `entropy.detach()`
-    spares the backward pass its part. The logits must be finite.
+    without `ignore_last`. Arguments and log-probs, to the bit, are those of
+    `from_parallel_logits_to_logprobs`. `entropy.detach()` spares the backward pass its part. The
+    logits must be finite.
     """
     how = inference_only, temperature, vocab_size, overwrite_logits
     logprobs, entropy = _scores_of_tokens(
@@ -155,8 +151,8 @@ def _scores(
     vocab_size: int | None,
     overwrite_logits: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probs of `candidates` [B, S, C] in the first `wanted` columns, and the entropy or None;
-    arguments as of `candidate_logprobs`.
+    """Log-probs of `candidates` [B, S, C] in the first `wanted` columns, and the entropy or
+    None.
     """
     if overwrite_logits and logits.requires_grad and logits.is_leaf:
         raise ValueError(
@@ -225,8 +221,7 @@ class _Scores(torch.autograd.Function):
             torch.cat([local_max.unsqueeze(-1), chosen], -1), dist.ReduceOp.MAX
         )
         maximum, chosen = largest[..., 0], largest[..., 1:]
-        # From the local maximum to the common one. A slice of padding only has no maximum, and its
-        # sums are 0.
+        # From the local maximum to the common one. A slice of padding only has sums of 0.
         shift = torch.where(local_sum > 0, (local_max - maximum) / shard.temperature, 0.0)
         sums = [local_sum]
         if with_entropy:
@@ -413,9 +408,8 @@ def candidate_logprobs(
 def top_logits(
     vocab_parallel_logits: Tensor, top_k: int, wanted: int, vocab_size: int | None = None
 ) -> TopLogits:
-    """The `top_k` (at most the vocabulary) largest logits of each of the first `wanted` positions:
-    the largest of what each rank finds in its slice. Logits as for
-    `from_parallel_logits_to_logprobs`.
+    """The `top_k` (at most the vocabulary) largest logits of each of the first `wanted` positions,
+    of all ranks' slices. Logits as for `from_parallel_logits_to_logprobs`.
     """
     shard, _ = _shard(vocab_parallel_logits, wanted, wanted, 1.0, vocab_size)
     here = min(top_k, shard.width)

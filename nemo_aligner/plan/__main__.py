@@ -216,9 +216,8 @@ def read_memory(text: str) -> float:
 
 
 def read_model(path: Path) -> tuple[dict[str, Any], int]:
-    """The configuration of a model, and the ids of its tokenizer (or rows of its table). `path` is
-    a `.nemo`, a folder that loads as one, or a YAML file with a `model` section, whose
-    `override_vocab_size` then says the rows.
+    """A model's configuration, and the ids of its tokenizer or rows of its table: of a `.nemo` (or
+    folder), or a YAML file with a `model` section and its `override_vocab_size`.
     """
     if not path.exists():
         raise UserError(f"{path} does not exist; give the path of a model.")

@@ -29,8 +29,7 @@ PARTS = (
 # at once: with the entropy, and of fp32 or bf16 logits without it (benchmarks/README.md).
 CHUNK_ELEMENTS, CHUNK_ELEMENTS_GPU = 1 << 18, 1 << 24
 CHUNKS_WITH_ENTROPY, CHUNKS, CHUNKS_BF16 = 4, 2, 3
-# Bytes per id of the vocabulary while a token is drawn: logits, their fp32 copy, probabilities in
-# fp32 and fp64, and their sums in fp64 (generation/sampling.py).
+# Bytes per id while a token is drawn: logits, fp32 copy, fp32 and fp64 probabilities, fp64 sums.
 SAMPLING_BYTES = FP32 + FP32 + 8 + 8
 GRAPHS = 96 << 20  # bytes that cuBLAS works in while a graph of a step runs, as measured
 PREFILL_TOKENS = 4096  # most tokens of one pass over prompts (generation/engine.py)
@@ -126,9 +125,7 @@ def host_parts(a: Architecture, weights: Weights, split: Split, w: Workload) -> 
 
 
 def norm_bytes(a: Architecture, on_gpu: bool) -> float:
-    """Per token and unit of H: input and output; PyTorch's RMSNorm in bf16 also keeps fp32
-    copies.
-    """
+    """Per token and unit of H; PyTorch's RMSNorm in bf16 also keeps fp32 copies."""
     if on_gpu or a.layernorm or a.number_bytes == FP32:
         return 2 * a.number_bytes
     return (FP32 if a.lora else 2 * FP32) + a.number_bytes
@@ -233,8 +230,8 @@ def kept_bytes(a: Architecture, split: Split, stage: int, w: Workload) -> tuple[
 
 
 def layer_temporary(a: Architecture, split: Split, tokens: float) -> float:
-    """Gradients that exist at once, at the feed-forward layer: of its output, and of both factors
-    of the gated product or of the last matrix.
+    """Gradients that exist at once: of the feed-forward layer's output and the factors of a
+    product.
     """
     e = a.number_bytes
     wide, copies = a.ffn / split.tp, 1.0
@@ -256,9 +253,7 @@ def logits_bytes(a: Architecture, split: Split, tokens: float) -> float:
 
 
 def copies_of_logits(split: Split, samples: int) -> int:
-    """With sequence parallelism Megatron Core copies the logits of several samples to [B, S,
-    V].
-    """
+    """With sequence parallelism Megatron Core copies logits of several samples to [B, S, V]."""
     return 2 if split.sequence_parallel and samples > 1 else 1
 
 
@@ -273,9 +268,7 @@ def chunk_bytes(
 
 
 def output_bytes(a: Architecture, split: Split, samples: int, w: Workload) -> list[Parts]:
-    """The moments at the turn from forward to backward pass, on the last stage, that may need
-    most.
-    """
+    """The moments between forward and backward pass, on the last stage, that may need most."""
     e = a.number_bytes
     tokens = samples * w.width / split.cp
     residual = tokens / (split.tp if split.sequence_parallel else 1)

@@ -1,8 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""How many weights a model has, and how many of them one rank holds: exactly the tensors that
-Megatron Core builds. Symbols: H hidden size, F width of the feed-forward layer, V rows of the
-embedding table.
+"""How many weights a model has and one rank holds: exactly the tensors that Megatron Core builds.
+Symbols: H hidden size, F width of the feed-forward layer, V rows of the embedding table.
 """
 
 from collections.abc import Mapping, Sequence

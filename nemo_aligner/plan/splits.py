@@ -188,9 +188,7 @@ def candidate(
     recompute: str | None,
     limit: float,
 ) -> Candidate:
-    """One way to run a job, by `cfg` with its split, with passes as large as fit `limit` bytes; it
-    may not fit itself.
-    """
+    """One way to run a job, with passes as large as fit `limit` bytes; it may not fit itself."""
     model = cfg["model"]
     rows = count_vocab_rows(SimpleNamespace(**model), item.vocab_size)
     a = read_architecture(model, rows, head_outputs(item.job, model))
@@ -266,8 +264,7 @@ class Plan:
 
 def shares(gpus: int, gpus_per_node: int, jobs: int) -> list[tuple[int, ...]]:
     """Numbers of GPUs for the jobs, an actor and its servers: as many as possible in use, then as
-    equal as possible, the first with more. Powers of two within a node, or of whole nodes: other
-    numbers seldom divide a batch.
+    equal as possible, the first with more; powers of two within a node, or of whole nodes.
     """
     within = [n for n in powers_of_two(gpus) if n <= gpus_per_node]
     nodes = [gpus_per_node * n for n in powers_of_two(max(gpus // gpus_per_node, 1))]

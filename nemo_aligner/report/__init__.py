@@ -1,12 +1,11 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""One self-contained HTML page about a run: `nemo-aligner report RUN_DIR [--out FILE]`. Several
-runs are laid over each other.
+"""One self-contained HTML page about a run, also a running one, or several over each other:
+`nemo-aligner report RUN_DIR [--out FILE]`.
 
 Every folder below RUN_DIR with a `metrics.jsonl` is a job (`training/loggers.py` describes the
-files). It works on a job that is still running and needs no script, font or picture from
-elsewhere. `reading.py` reads the files, `charts.py` draws the curves, `timeline.py` what the jobs
-did at the same time, `page.py` puts the page together. `ending.py` writes it while a job runs.
+files). `reading.py` reads them, `charts.py` draws the curves, `timeline.py` what the jobs did at
+the same time, `page.py` puts the page together. `ending.py` writes it while a job runs.
 """
 
 from nemo_aligner.report.page import render, write_report

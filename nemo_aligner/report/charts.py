@@ -18,8 +18,8 @@ WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 380, 210, 58, 12, 30, 26
 
 
 def group_curves(series: dict[str, Curve]) -> tuple[list[Chart], list[Chart]]:
-    """(charts of metrics that change, charts of metrics that never do), without times. Training
-    and validation of one metric share a chart.
+    """(charts of metrics that change, of others), without times; training and validation share a
+    chart.
     """
     charts: dict[tuple[str, str], dict[str, Curve]] = {}
     for key, curve in series.items():
@@ -56,9 +56,7 @@ def color_of(number: int) -> str:
 def chart_svg(
     title: str, curves: dict[str, Curve], axis: str = "step", labels: bool = True
 ) -> str:
-    """A line chart; `labels` are shown when there is more than one curve. `axis` names what runs
-    to the right.
-    """
+    """A line chart; `labels` are shown for several curves. `axis` names what runs to the right."""
     steps = [step for curve in curves.values() for step in curve]
     values = [value for curve in curves.values() for value in curve.values()]
     x_low, x_high = _widen(min(steps), max(steps))

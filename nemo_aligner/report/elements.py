@@ -52,9 +52,7 @@ details { margin: 1rem 0; } summary { cursor: pointer; color: var(--soft); }
 
 
 def document(title: str, body: str) -> str:
-    """A whole HTML page of a plain `title` and an HTML `body`, with the time at which it was
-    written.
-    """
+    """A whole HTML page of a plain `title` and an HTML `body`, with the time of writing."""
     title = escape(title)
     return (
         f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>'

@@ -39,9 +39,8 @@ NEXT = {
 
 
 class LiveReport:
-    """Keeps `report.html` in the `folder` of a running job current, from a thread. A process of
-    its own writes it: a page about thousands of steps takes memory of which an allocator gives
-    back little.
+    """Keeps `report.html` in the `folder` of a running job current, from a thread, by a process of
+    its own: an allocator gives back little of the memory that a page takes.
     """
 
     def __init__(self, folder: Path):

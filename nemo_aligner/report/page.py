@@ -211,9 +211,7 @@ def _timer_table(series: dict[str, Curve]) -> str:
 
 
 def _samples(key: str, rows: list[dict[str, Any]]) -> str:
-    """The first and the last step side by side where they share prompts, else the latest
-    samples.
-    """
+    """The first and the last step side by side where they share prompts, else the latest."""
     rows = [row for row in rows if isinstance(row.get("prompt"), str) and "response" in row]
     if not rows:
         return ""

@@ -1,8 +1,6 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Reads what the jobs of a run wrote, sorts the jobs, and tells what they learned and their
-alarms.
-"""
+"""Reads what the jobs of a run wrote, and tells what they learned and their alarms."""
 
 import json
 import math
@@ -45,9 +43,7 @@ class JobRecord:
 
     @property
     def is_policy(self) -> bool:
-        """Whether the job trains a policy on its own rollouts (PPO, REINFORCE, rejection
-        sampling).
-        """
+        """Whether it learns from its own rollouts (PPO, REINFORCE, rejection sampling)."""
         return any(key.startswith(("train_rollouts/", "val_rollouts/")) for key in self.series)
 
     @property
@@ -127,8 +123,8 @@ def _forget_between(rows: list[dict[str, Any]]) -> None:
 
 
 def _read_jsonl(path: Path, job: JobRecord) -> Iterator[dict[str, Any]]:
-    """The JSON objects of a file that may be missing, one after another: there may be no room for
-    all of them. Other lines are counted.
+    """The JSON objects of a file that may be missing, one after another (all may need too much
+    memory). Other lines are counted.
     """
     if not path.exists():
         return

@@ -24,9 +24,7 @@ COLOURS = {
 
 
 def timeline_svg(jobs: list[JobRecord]) -> str:
-    """The last steps of the first policy among `jobs` and what the others did meanwhile; may be
-    empty.
-    """
+    """The last steps of the first policy and what the other jobs did meanwhile; may be empty."""
     policy = next((job for job in jobs if job.is_policy and job.phases), None)
     if policy is None:
         return ""

@@ -21,8 +21,8 @@ def has_balance_losses(config: TransformerConfig) -> bool:
 
 
 def forget_balance_losses() -> None:
-    """Empty the table before a pass: a failed one, or a router called directly, may have left
-    losses.
+    """Empty the table before a pass: a failed one, or a direct call of a router, may have filled
+    it.
     """
     take_balance_table()
 

@@ -1,9 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Find losses and gradients that are not finite before they change a weight.
-
-Megatron Core's own check raises before the reduction, on the one rank that sees a NaN, and leaves
-the others waiting in it. Here all ranks agree after the reduction and raise together.
+"""Find losses and gradients that are not finite before they change a weight. Megatron Core's own
+check raises before the reduction, on one rank, and leaves the others waiting in it.
 """
 
 import contextlib
@@ -48,8 +46,8 @@ def check_finite(
     Args:
         model_chunks: of this stage; gradients only of those that are wrapped for training.
         loss: of the global batch.
-        shares: scalars, this rank's part of the loss from each micro-batch; empty except on the
-            last pipeline stage.
+        shares: scalars, this rank's part of the loss by micro-batch; empty except on the last
+            stage.
         rows: places of the samples of each micro-batch in the share of this rank.
     """
     found = [not math.isfinite(loss), not _gradients_are_finite(model_chunks)]
@@ -76,8 +74,7 @@ def _gradients_are_finite(model_chunks: Sequence[torch.nn.Module]) -> bool:
     for chunk in model_chunks:
         if isinstance(chunk, DistributedDataParallel):
             for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
-                # A finite norm proves finite elements and is cheap; an infinite one may have
-                # overflowed.
+                # A finite norm proves finite elements and is cheap; others may have overflowed.
                 norm = torch.linalg.vector_norm(buffer.grad_data)
                 if not norm.isfinite() and not buffer.grad_data.isfinite().all():
                     return False

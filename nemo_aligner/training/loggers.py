@@ -5,8 +5,7 @@
 `metrics.jsonl` has one line per call of `log_metrics`: `{"step": 3, "time": 1700000000.0,
 "train/loss": 0.5, ...}`. `tables.jsonl` has one per table update, `{"key": ..., "step": ...,
 "time": ..., "rows": [{...}]}`, with the new rows. A resumed job appends to both; where it repeats
-a step, the later line counts. NaN and infinities, which JSON does not have, are written as null.
-Lines that there is no space for wait in memory until there is.
+a step, the later line counts. NaN and infinities are written as null.
 """
 
 import errno
@@ -29,11 +28,9 @@ if TYPE_CHECKING:
 
 class CustomLoggerWrapper:
     """Calls many loggers and writes the files; a logger that lacks a method is skipped for it.
-
-    Args:
-        loggers: Lightning loggers (or anything with some of their methods), or None.
-        metrics_file: path of `metrics.jsonl`, which rank 0 writes, or None for no files.
-        report: is told when there are new metrics, and at the end.
+    `loggers` are Lightning's, or anything with some of their methods; `metrics_file` is the path
+    of `metrics.jsonl`, which rank 0 writes, or None; `report` is told of new metrics, and of the
+    end.
     """
 
     def __init__(
@@ -58,8 +55,8 @@ class CustomLoggerWrapper:
     def log_metrics(
         self, metrics: Mapping[str, Any], step: int | None = None, prefix: str = ""
     ) -> None:
-        """Log numbers under `prefix` + key: Python's, NumPy's or tensors with one element (else
-        `TypeError`); None (not measured) is left out.
+        """Log numbers (Python's, NumPy's, one-element tensors; else `TypeError`) under `prefix` +
+        key, without None.
         """
         named = {
             f"{prefix}{k}": _number(f"{prefix}{k}", v) for k, v in metrics.items() if v is not None
@@ -102,8 +99,8 @@ class CustomLoggerWrapper:
         self._call(name_of_fn, *args, **kwargs)
 
     def finalize(self, status: str = "success") -> None:
-        """Flush and close; a further call of `log_metrics` opens the files again. `UserError`:
-        names the files whose waiting lines cannot be written.
+        """Flush and close, until the next call. `UserError`: names files whose waiting lines
+        cannot be written.
         """
         self._call("finalize", status)
         problems = []
@@ -130,8 +127,8 @@ class CustomLoggerWrapper:
 
 
 class _JsonLines:
-    """A file of JSON lines, opened at the first write; each line is handed to the system at once.
-    While there is no space, lines wait in memory for the next write, with a warning.
+    """A file of JSON lines, opened at the first write; lines wait in memory while there is no
+    space.
     """
 
     def __init__(self, path: Path) -> None:

@@ -96,10 +96,9 @@ def _call_model(
 def _call_packed(
     model: torch.nn.Module, tokens: torch.Tensor, position_ids: torch.Tensor, pad: int
 ) -> torch.Tensor:
-    """Output `[1, b * width, ...]` for rows `[b, width]` of several samples each, which go to the
-    model as one row, in Megatron Core's form `thd`: positions and attention restart where
-    `position_ids` `[b, width - pad]` is 0. (On a GPU, where Transformer Engine takes this form,
-    that has not been run yet.)
+    """Output `[1, b * width, ...]` for rows `[b, width]` of several samples each, as one row in
+    Megatron Core's form `thd`: positions and attention restart where `position_ids` `[b, width -
+    pad]` is 0. (Not run on a GPU yet, where Transformer Engine takes this form.)
     """
     if parallel_state.get_context_parallel_world_size() > 1:
         raise UserError(
@@ -222,9 +221,13 @@ def forward_backward(
     keep_order: bool = False,
     together: int = 1,
 ) -> tuple[dict[str, float], Batch]:
-    """Forward (and backward) of one global batch; all ranks call it. `UserError`:
-    `micro_batch_size` does not divide B, or virtual pipelining needs another number of
-    micro-batches. `NonFiniteError`: the loss or a gradient is NaN or infinite; on every rank,
+    """Forward (and backward) of one global batch; all ranks call it. Returns (metrics, moments),
+    summed over micro-batches and data-parallel ranks, equal on every rank: the scalars as numbers,
+    the others as float64 tensors on the CPU. With gradients the metrics include the balance losses
+    of experts (`expert_losses.py`), which are means.
+
+    `UserError`: `micro_batch_size` does not divide B, or virtual pipelining needs another number
+    of micro-batches. `NonFiniteError`: the loss or a gradient is NaN or infinite; on every rank,
     before a weight has changed.
 
     Args:
@@ -232,21 +235,14 @@ def forward_backward(
         micro_batch_size: samples per forward pass; must divide B.
         loss_fn: `(output, micro_batch) -> (loss, metrics)`, called on the last stage; all are
             partial sums over the global batch, and `loss` is one of the metrics. A metric is a
-            scalar, or a tensor of moments (`nemo_aligner.core.metrics`). `output` is what the
-            model's head returns, or `[b, S, V / TP]` logits of a language model, as
-            `vocab_parallel` takes them.
+            scalar, or a tensor of moments (`nemo_aligner.core.metrics`). `output` is what the head
+            returns, or `[b, S, V / TP]` logits, as `vocab_parallel` takes them.
         model_inputs: further keys of the batch that are handed to the model by name.
         lengths: int64 `[B]`, how many tokens of each sample the loss depends on, at least 1; None:
-            all. With the losses that balance experts, statistics of whole micro-batches, nothing
-            is cut and no sample moves.
+            all. With the losses that balance experts nothing is cut and no sample moves.
         micro_batch_tokens: most tokens of a micro-batch, in place of `micro_batch_size`.
         keep_order: micro-batches are consecutive samples.
         together: so many consecutive samples stay in one micro-batch, in their order.
-
-    Returns:
-        (metrics, moments), summed over micro-batches and data-parallel ranks, equal on every rank:
-            the scalars as numbers, the others as float64 tensors on the CPU. With gradients the
-            metrics include the balance losses of experts (`expert_losses.py`), which are means.
     """
     config = get_model_config(model_chunks[0])
     balanced = has_balance_losses(config)
@@ -268,8 +264,7 @@ def forward_backward(
     def consume(output: torch.Tensor, micro_batch: Batch) -> tuple[torch.Tensor, Batch] | Batch:
         loss, metrics = loss_fn(output, micro_batch)
         losses.append(loss.detach())
-        # The schedule divides the loss in place, so metrics must be copies: the sums are. The
-        # moments of a correlation need float64.
+        # The schedule divides the loss in place: sums are copies. Moments need float64.
         for key, value in metrics.items():
             totals[key] = totals.get(key, 0.0) + value.detach().double()
         return metrics if forward_only else (loss * scale, {})
@@ -313,9 +308,9 @@ def forward_collect(
     by_position: bool = False,
 ) -> torch.Tensor:
     """Forward pass of this rank's samples; all ranks call it, with equal shapes in a pipeline.
-    Data-parallel ranks may have samples of another number and width. With expert parallelism all
-    must call it equally often: they make as many passes as the one with the most, because every
-    pass needs the experts of all ranks.
+    Returns the outputs of all samples, `[B, ...]`, on every pipeline stage. Data-parallel ranks
+    may have samples of another number and width; with expert parallelism all must call it equally
+    often.
 
     Args:
         micro_batch_size: most samples per forward pass. Expert parallelism and virtual pipelining
@@ -323,11 +318,7 @@ def forward_collect(
         output_fn: `(output, micro_batch) -> tensor [b, ...]`, called on the last stage.
         batch, model_inputs, lengths, micro_batch_tokens: as of `forward_backward`.
         by_position: dimension 1 of the output is positions, those of the micro-batch's tokens or
-            one less.
-
-    Returns:
-        The outputs of all samples, `[B, ...]`, on every pipeline stage. With `by_position` they
-            have as many columns as for the whole batch, and 0 beyond the length of a sample.
+            one less; results have the columns of the whole batch, 0 beyond the length of a sample.
     """
     rows, columns = batch["tokens"].shape
     sizes = micro_batch_size, micro_batch_tokens
@@ -361,9 +352,8 @@ def _count(
 def _in_order(
     outputs: Sequence[torch.Tensor], plan: Plan, rows: int, columns: int | None
 ) -> torch.Tensor:
-    """`[rows, ...]` in the order of the batch, from `[b, ...]` of each micro-batch. Outputs with
-    positions get the `columns` of the batch's tokens, less what they lack of their micro-batch's;
-    None: their shapes are equal.
+    """`[rows, ...]` in the order of the batch, from `[b, ...]` of each micro-batch. Positions of
+    outputs are filled up to `columns`, less what they lack of a micro-batch's; None: equal shapes.
     """
     shape = list(outputs[0].shape)
     shape[0] = rows

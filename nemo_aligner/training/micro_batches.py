@@ -1,11 +1,8 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Which samples share a forward pass, and how wide it is: planned from their lengths alone.
-
-Each micro-batch is as wide as its longest sample, so samples of similar length come together. The
-split may ask for more: widths that sequence and context parallel ranks can share, numbers that
-virtual pipelining can schedule and expert-parallel ranks have in common. `megatron_steps.py`
-carries a plan out and restores the order of the samples.
+"""Which samples share a forward pass, and how wide it is: planned from their lengths alone, with
+little padding. Widths must suit sequence and context parallelism, numbers virtual pipelining and
+all expert-parallel ranks. `megatron_steps.py` carries a plan out.
 """
 
 import bisect
@@ -90,9 +87,7 @@ def _sizes_within(widths: Sequence[int], tokens: int) -> list[int]:
 
 
 def _sizes_of_even_tokens(widths: Sequence[int], count: int) -> list[int]:
-    """Sizes of `count` consecutive groups, the largest with as few tokens as possible; `widths`
-    descend, at least `count`.
-    """
+    """Sizes of `count` consecutive groups with the least maximum of tokens; `widths` descend."""
     limits = range(widths[0], widths[0] * len(widths) + 1)
     enough = bisect.bisect_left(
         limits, True, key=lambda tokens: len(_sizes_within(widths, tokens)) <= count

@@ -63,7 +63,7 @@ def wrap_with_ddp(
     model_chunks: Sequence[Any], optim_cfg: DictConfig
 ) -> list[DistributedDataParallel]:
     """Wrap every chunk in Megatron's DistributedDataParallel, with hooks; all ranks call it.
-    `ConfigError`: an unknown name, or values that cannot work (`check_optim`).
+    `ConfigError`: an unknown name or unusable value (`check_optim`).
     """
     check_optim(optim_cfg)
     for chunk in model_chunks:
@@ -136,9 +136,8 @@ def is_pytorch_adam(optimizer: torch.optim.Optimizer | None) -> bool:
 
 
 def _start_states(optimizer: MegatronOptimizer) -> None:
-    """Give every parameter its (zero) state of Adam or SGD with momentum now: Megatron Core reads
-    the states when it saves or loads a checkpoint, also before a step. It makes none for SGD, and
-    leaves out the step count of PyTorch's Adam.
+    """Give every parameter its (zero) state of Adam or SGD with momentum now, for a checkpoint
+    before the first step. Megatron Core makes none for SGD, and no step count of PyTorch's Adam.
     """
     for part in chained_optimizers(optimizer):
         inner = part.optimizer
@@ -159,9 +158,7 @@ def _start_states(optimizer: MegatronOptimizer) -> None:
 
 
 def _fuse_adam(optimizer: MegatronOptimizer) -> None:
-    """Let PyTorch's Adam update a weight in one pass on a CPU, also after a checkpoint of another
-    kind of machine was loaded.
-    """
+    """Let PyTorch's Adam update a weight in one pass on a CPU, also after a load."""
     fused = get_device().type == "cpu"
 
     def set_fused(inner: torch.optim.Optimizer) -> None:
@@ -186,8 +183,8 @@ def _parameter_groups(
     model_chunks: Sequence[torch.nn.Module], config: OptimizerConfig
 ) -> dict[ParamKey, dict[str, Any]]:
     """Megatron's own groups (no weight decay on biases and norms), split by dtype: in a group of
-    two the distributed optimizer confuses the states of weights. What tells the groups apart is a
-    learning rate that equals the common one.
+    two the distributed optimizer confuses states. A learning rate equal to the common one tells
+    them apart.
     """
     for chunk in model_chunks:
         parameter: Any  # gets an attribute that `ParamKey` reads
@@ -202,8 +199,8 @@ def _parameter_groups(
 def build_optimizer(
     model_chunks: Sequence[DistributedDataParallel], optim_cfg: DictConfig, dtype: torch.dtype
 ) -> MegatronOptimizer:
-    """Megatron's optimizer over chunks of `wrap_with_ddp`, with weights of `dtype`; all ranks call
-    it; errors as there.
+    """Of chunks of `wrap_with_ddp`, with weights of `dtype`; all ranks call it; errors as
+    there.
     """
     check_optim(optim_cfg)
     kind = OPTIMIZERS[optim_cfg.name]
@@ -310,9 +307,7 @@ def _constant_weight_decay(weight_decay: float) -> dict[str, Any]:
 def build_scheduler(
     optimizer: MegatronOptimizer, optim_cfg: DictConfig, max_steps: int
 ) -> OptimizerParamScheduler:
-    """The schedule over `max_steps` updates (see the module docstring); errors as of
-    `wrap_with_ddp`.
-    """
+    """Over `max_steps` updates (see the module docstring); errors as of `wrap_with_ddp`."""
     check_optim(optim_cfg)
     lr, sched = optim_cfg.lr, optim_cfg.sched
     unread = unread_keys(sched)

@@ -107,8 +107,7 @@ def warn_of_unreachable_steps(section: str, cfg: Any, reached: int, steps_per_ep
 def endless_batches(dataloader: BatchLoader, counters: Counters) -> Iterator[Any]:
     """The batches, epoch after epoch, from the trainer's position; `UserError`: there is none."""
     while True:
-        # A loader with workers runs ahead of the training, so the position is set here, not taken
-        # from the sampler.
+        # Set here: the sampler of a loader with workers runs ahead of the training.
         dataloader.batch_sampler.consumed_samples = counters.sampler_start
         started_at = counters.consumed_samples
         yield from dataloader
@@ -135,10 +134,10 @@ def check_progress(
     must_save: bool = False,
 ) -> tuple[bool, bool, bool]:
     """What to do after `step` finished steps: (run validation, save a checkpoint, training is at
-    its end). Validation is on if there are batches for it and its interval is positive; saving if
-    its interval is positive. Each happens at the multiples of its interval, at the end, and when
-    the time is over; a validation also with a save at its interval, whose checkpoint is ranked by
-    it; a save also when the job must end (`must_save`).
+    its end). Each of the first two is on if its interval is positive (and there are batches), and
+    happens at its multiples, at the end, and when the time is over; a validation also with a save
+    at its interval, whose checkpoint is ranked by it; a save also when the job must end
+    (`must_save`).
     """
     validation_enabled = limit_val_batches != 0 and val_check_interval > 0
     save_enabled = save_interval > 0

@@ -1,11 +1,11 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
 """Requests to end a job before its last step: SIGTERM, Ctrl-C (SIGINT), SIGUSR1 (pre-emption) and
-the time limit.
+the time limit. Imports nothing heavy.
 
-A request that comes in a step waits for its end, where all ranks agree on it, save and leave. One
-before the first step, and a second SIGTERM or Ctrl-C, end the process at once. Servers have their
-own way to end (`servers/server_loop.py`). Imports nothing heavy.
+A request in a step waits for its end, where all ranks agree on it, save and leave. One before the
+first step, and a second SIGTERM or Ctrl-C, end the process at once. Servers have their own way
+(`servers/server_loop.py`).
 """
 
 import contextlib
@@ -33,11 +33,8 @@ AGAIN = "The same command continues."
 
 
 class StopRequests:
-    """The requests to this process; there is one, `stop_requests`.
-
-    Attributes:
-        received: the first signal, None before one.
-        step, max_steps: finished steps (None before the loop), and those of the whole job.
+    """The requests to this process; there is one, `stop_requests`. `received` is the first signal,
+    `step` the number of finished steps (None before the loop), `max_steps` that of the whole job.
     """
 
     def __init__(self) -> None:
@@ -64,9 +61,8 @@ class StopRequests:
         self, end: Callable[[ExitCode, int], object], is_job: bool = True
     ) -> Iterator[None]:
         """Inside, `SIGNALS` are requests, except a Ctrl-C that a shell keeps from background jobs.
-        A thread sees them: the main thread may be in a collective that never ends. `end` ends the
-        process at once, with what belongs to it; it gets the code and the signal. `is_job`: the
-        same command continues what a Ctrl-C ends.
+        A thread sees them: the main thread may be in a collective that never ends. `end(code,
+        signal)` ends the process at once. `is_job`: the same command continues what a Ctrl-C ends.
         """
         if self._watching or threading.current_thread() is not threading.main_thread():
             yield
@@ -106,7 +102,6 @@ class StopRequests:
                 _say(self._announcement(number, now))
 
     def _announcement(self, number: signal.Signals, now: float) -> str:
-        """What a request leads to, and when."""
         name = _name(number)
         if self.step == self.max_steps:
             return f"{name}: the job has made its last step and ends by itself."
@@ -132,9 +127,7 @@ class StopRequests:
 
     @contextlib.contextmanager
     def in_loop(self, step: int, max_steps: int, saves: bool) -> Iterator[None]:
-        """Inside, a request waits for the end of the running step; `step` are finished, and the
-        job `saves` checkpoints or not.
-        """
+        """Inside, a request waits for the end of the running step; `step` are finished."""
         self.step, self.max_steps, self._saves = step, max_steps, saves
         self._step_s, self._last_boundary = None, time.monotonic()
         self._in_loop = True
@@ -178,8 +171,8 @@ class StopRequests:
 
 
 def ignore_signals(_worker: int = 0) -> None:
-    """In a worker process that a job needs until its end and ends by other means: signals to the
-    whole process group are for the job.
+    """In a worker process that its job ends by other means: signals to the group are for the
+    job.
     """
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)

@@ -36,8 +36,7 @@ class ScopedTimer:
         reduction: of several durations of one name: "mean", "sum", "max" or "min".
         sync_cuda: wait for the GPU before and after a scope, so that its work counts in it.
         buffer_size: most durations of a name before they are consumed; -1: any number.
-        on_scope: called after each scope with its name, its start in seconds since the epoch, and
-            its duration in seconds.
+        on_scope: called after each scope with name, start (s since the epoch) and seconds.
     """
 
     def __init__(
@@ -58,9 +57,7 @@ class ScopedTimer:
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """Time the scope, unless it raises. `ValueError`: `buffer_size` durations of `name` are
-        waiting.
-        """
+        """Time the scope, unless it raises. `ValueError`: `buffer_size` durations of it wait."""
         if len(self._durations.get(name, ())) == self._buffer_size:
             remedy = "call consume_durations() before timing it again"
             raise ValueError(f"timer {name!r} already holds a duration; {remedy}")
@@ -93,9 +90,7 @@ class ScopedTimer:
 
 
 class SyncTimer(ScopedTimer):
-    """NeMo-Aligner's older timer: with `start`, `stop` and `get` by name, and durations that are
-    the same on all data-parallel ranks (by `reduce_op`).
-    """
+    """NeMo-Aligner's older timer, with durations that are the same on all data-parallel ranks."""
 
     def __init__(
         self,
@@ -145,9 +140,7 @@ class SyncTimer(ScopedTimer):
         self.stored_results.setdefault(name, []).append(self.get(name))
 
     def sync_and_consume_over_stored_time(self, name: str = "") -> Iterator[float]:
-        """What was stored, reduced over the data-parallel ranks, which iterate to the end; forget
-        it.
-        """
+        """What was stored, reduced over the data-parallel ranks, which iterate to the end."""
         if name in self.stored_results:
             yield from self.sync_time(self.stored_results.pop(name)).tolist()
 

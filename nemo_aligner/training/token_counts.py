@@ -32,9 +32,7 @@ _counts = {FORWARD: [0, 0, 0, 0], TRAIN: [0, 0, 0, 0]}
 
 
 def count_tokens(phase: str, samples: int, real: int, computed: int, flops: int) -> None:
-    """Add a pass over `samples`: tokens up to their lengths, all tokens, and FLOPs for the
-    former.
-    """
+    """Add a pass over `samples`: `real` tokens, all tokens, and FLOPs for the former."""
     for index, number in enumerate((samples, real, computed, flops)):
         _counts[phase][index] += number
 
@@ -87,8 +85,8 @@ def log_token_counts(
     speeds: Mapping[str, float] = MappingProxyType({}),
 ) -> dict[str, float]:
     """Log `take_token_counts` as the families `tokens/` and `speed/`; returns the latter, with
-    other `speeds` and on a GPU `memory_peak_gb` of the rank that took most since the last call;
-    all ranks call it.
+    other `speeds` and on a GPU the largest `memory_peak_gb` since the last call; all ranks call
+    it.
     """
     tokens, counted = take_token_counts(names, seconds)
     speeds = {**speeds, **counted}
@@ -164,8 +162,8 @@ def attended_pairs(lengths: Tensor) -> int:
 
 def pass_flops(module: torch.nn.Module, tokens: int, pairs: int, training: bool) -> int:
     """FLOPs of a pass over so many tokens and pairs (see `flops_per_token`) through the model of
-    which `module` is a chunk. Backward takes twice those of forward; frozen linear layers need no
-    gradient of their weights, and the products of adapters do not count.
+    which `module` is a chunk. Frozen linear layers need no gradient of their weights, and the
+    products of adapters do not count.
     """
     (model,) = unwrap_model([module])
     outputs = getattr(model, "outputs_per_token", model.vocab_size)
