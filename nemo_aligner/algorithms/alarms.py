@@ -236,7 +236,7 @@ class Alarms:
     def check_replicas(
         self, model: SupervisedInterface, step: int, timer: ScopedTimer | None = None
     ) -> None:
-        """Every `replica_check_interval` steps: `ReplicaError`, on all ranks, if they differ."""
+        """Check at each `replica_check_interval`; `ReplicaError` on all ranks, which all call."""
         if not self.replica_check_interval or step % self.replica_check_interval:
             return
         with timer("replica_check") if timer else contextlib.nullcontext():

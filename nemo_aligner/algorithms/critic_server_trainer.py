@@ -465,9 +465,11 @@ class CriticServerTrainer:
         self._check_save()
 
     def _check_save(self) -> None:
+        """Note the end of the save, if it has come; every rank calls it."""
         self._end_save(self.ckpt_callback.check_save)
 
     def _finish_save(self) -> None:
+        """Wait for the end of the save that is being written; every rank calls it."""
         self._end_save(self.ckpt_callback.finish_save)
 
     def _end_save(self, end: Callable[[], None]) -> None:

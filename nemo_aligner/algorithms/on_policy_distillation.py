@@ -92,6 +92,7 @@ def response_batch(batch: ResponseBatch, generated: GenerationOutput) -> Respons
 
 
 def _mean_over_dp(values: Tensor) -> float:
+    """Mean over the samples of all data-parallel ranks; all call it."""
     numbers = torch.tensor([float(values.double().sum()), len(values)], dtype=torch.float64)
     total, count = sum_over_dp(numbers.to(get_device())).tolist()
     return float(total / count)

@@ -247,7 +247,7 @@ class PolicyGradientTrainer(RolloutTrainer):
     def global_batches(
         self, data: Mapping[str, Tensor], epochs: int = 1
     ) -> Iterator[dict[str, Tensor]]:
-        """This rank's share of each global batch, of `epochs`, each in its own order."""
+        """This rank's share of each global batch, in `epochs` over the rollout in new orders."""
         first = PPORolloutBatch(dict(data))
         gathered = first
         for epoch in range(epochs):

@@ -162,7 +162,7 @@ class PPOTrainer(PolicyGradientTrainer):
     # ------------------------------------------------------------------------------- the algorithm
 
     def learn(self, data: PPOTrainBatch, rollout_metrics: dict[str, Any]) -> dict[str, Any]:
-        """Let critic and actor learn from the rollout, at once, and adapt the weight of the KL.
+        """Let critic and actor learn from the rollout together, and adapt the weight of the KL.
 
         The critic's future is awaited after the actor's updates, so that a failed critic update
         ends the run with the server's error, and no later request can overtake it.

@@ -76,7 +76,7 @@ class DataSettings:
     teacher_kl_discount: float
     # most tokens of a response; needed for the overlong penalty only
     max_response_length: int | None = None
-    # of a user: (rewards, mask, prompts, values), of the samples of all ranks, to [N, S-1]
+    # a user's own estimator: (rewards, mask, prompts, values) of all ranks' samples to [N, S-1]
     advantages_of: Callable[..., Tensor] | None = None
     # of an ensemble's models, in the order of their names; needed for gdpo only
     reward_weights: Sequence[float] = ()

@@ -47,8 +47,7 @@ class PPORolloutBatch(UserDict[str, Tensor]):
         ranks call it.
 
         Args:
-            rollout_batches: equal keys; values `[b]` or `[b, width]`. Empty on a rank without
-                prompts.
+            rollout_batches: equal keys; values `[b]` or `[b, width]`; empty without prompts.
             eos_id: fills `response_tokens`; everything else is filled with 0.
             rollout_batch_seq_length: least width of `response_tokens`, less 1 of others; or None.
         """
@@ -249,7 +248,7 @@ def score_columns(scores: Scores) -> dict[str, Tensor]:
 
 
 def part_columns(scores: Scores) -> dict[str, Tensor]:
-    """`reward_parts` f32 `[b, K]`, of an ensemble's K models by name; nothing without one."""
+    """`reward_parts` f32 `[b, K]`, of an ensemble's K models in the order of names."""
     parts = [scores.parts[name] for name in sorted(scores.parts)]
     return {"reward_parts": torch.stack(parts, dim=1)} if parts else {}
 

@@ -173,7 +173,7 @@ class SupervisedTrainer(TrainingLoop):
         return self.train_on(batch, {})
 
     def train_on(self, batch: Any, known: Mapping[str, float]) -> dict[str, float]:
-        """`train_single_step` on a batch of which some metrics are known before, and are added."""
+        """`train_single_step` on a batch of which some metrics are `known`; returns them too."""
         with self.timer("step_time"), naming_step(f"training step {self.step}"):
             metrics = train_on_batch(
                 self.model, self.optimizer, self.scheduler, batch, self.cfg.gradient_clip_val

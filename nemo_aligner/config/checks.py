@@ -72,7 +72,7 @@ def check_config(
 
     Returns:
         Notes about unknown keys, keys without effect, and forms with another meaning
-            (`inert_keys.py`); rank 0 also logs them, as one warning each.
+        (`inert_keys.py`); rank 0 also logs them, as one warning each.
     """
     if config_name not in LIVE:
         raise ConfigError(f"config_name={config_name!r} is unknown; use one of {', '.join(LIVE)}.")
@@ -116,7 +116,7 @@ def check_loaded(
     """Check the job with the section `model_cfg`, now that `loaded`, which is this over the
     configuration of the checkpoint at `restore_path`, is known; where `model_cfg` is no part of a
     job do nothing. Without a `check_config` before, that comes first, with a warning of keys that
-    are not known: they may be those of the script. `ConfigError` as there.
+    are not known: they may be those of the script. `ConfigError` as `check_config`.
     """
     config_name = rules.job_of_model(model_cfg)
     if config_name is None:

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Forms of data files, `model.data.data_impl`, of `model.data.columns`, and of conversations."""
+"""Forms of data files, `columns` and conversations in `model.data`; checks raise `ConfigError`."""
 
 import datetime
 from collections.abc import Iterable, Mapping

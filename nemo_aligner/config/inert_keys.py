@@ -84,7 +84,7 @@ _DATASET = "the data sets read the files directly, and recognize their form"
 _DEAD = "an old flag of NeMo-Aligner's scripts that had no effect there either"
 _IN_ORDER = "examples keep their order"
 
-# Their other values are worth a warning even if they stand in a checkpoint.
+# Keys of the network; their other values are worth a warning even in a checkpoint.
 INERT_ARCHITECTURE = _read("""
 every model here is a Megatron Core model | model: mcore_gpt=True
 it is for fp16 only; NeMo switched it off in other precisions too | model:

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Which devices, ranks, parallel sizes and architectures cannot work together."""
+"""Which devices, ranks, sizes and architectures cannot work together: `ConfigError`."""
 
 import math
 import os

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Rules across the keys of PPO, which are in `jobs/actors.py`: variants that cannot work."""
+"""Rules across the keys of PPO (`jobs/actors.py`): variants that cannot work, `ConfigError`."""
 
 from nemo_aligner.config import rollout_rules, server_rules
 from nemo_aligner.config.values import Values

@@ -1,7 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Which values of a configuration cannot work, alone or together: functions over plain values. The
-rules of one job stand with its keys, in `jobs/`, and PPO's in `ppo_rules.py`.
+"""Which values of a configuration cannot work, alone or together: functions over plain values,
+which raise `ConfigError`. The rules of one job stand with its keys, in `jobs/`.
 """
 
 import importlib.util

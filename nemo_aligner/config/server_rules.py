@@ -67,7 +67,7 @@ def check_source_of_rewards(remote: Mapping) -> None:
 
 
 def check_reward_standardization(model: Mapping) -> None:
-    """Check its mean and its standard deviation; `model` is completed, here and below."""
+    """Check the mean and the standard deviation; `model` is completed, here and below."""
     given, section = model["reward_standardization"], "model.reward_standardization"
     if not given or not given["enable"]:
         return

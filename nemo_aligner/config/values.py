@@ -1,6 +1,6 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Read access to a configuration by dotted key, and the checks of single values."""
+"""Read access to a configuration by dotted key, and checks of values: all raise `ConfigError`."""
 
 import math
 from collections.abc import Iterator, Mapping

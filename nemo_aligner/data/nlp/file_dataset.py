@@ -312,16 +312,19 @@ def documents_within(
 
 
 def slot(index: int, length: int, width: int) -> dict[str, torch.Tensor]:
+    """`loss_mask` float32 [width], 1 up to `length`, all 0 for an empty slot; and more."""
     places = torch.arange(width)
     used = (places < (length if index >= 0 else 0)).float()
     return {"loss_mask": used, "position_ids": places, "idx": torch.tensor(index)}
 
 
 def trained_part(name: str, tokens: torch.Tensor, mask: torch.Tensor, length: int) -> Part:
+    """A sequence whose tokens are trained on where the mask, of tokens, is not 0."""
     return Part(name, tokens.tolist()[:length], mask.ne(0).tolist()[:length])
 
 
 def labelled_part(tokens: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor) -> Part:
+    """An example whose labels are trained on where the mask, of labels, is not 0."""
     return Part("example", [int(tokens[0]), *labels.tolist()], [False, *mask.ne(0).tolist()])
 
 

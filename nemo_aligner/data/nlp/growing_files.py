@@ -33,6 +33,7 @@ def complete_lines(path: Path, check: Callable[[int, bytes], None]) -> int:
 
 
 def append_lines(path: Path, lines: Iterable[str]) -> None:
+    """Add lines, each with its newline, to a file; `SaveError`: it cannot be written."""
     try:
         with path.open("a", encoding="utf-8") as file:
             file.writelines(lines)

@@ -183,7 +183,8 @@ class NeMoChat(ConversationForm):
         if number < context:
             return 0, 0  # it is the context of the others, whoever speaks
         if not source.trains(turn):
-            # Its TURN ends the response before it. Behind masked turns NeMo trains on it too.
+            # Its TURN ends the response before it. NeMo trains on it behind a masked turn too,
+            # such as between two tools' replies, where no response ends.
             follows_response = number > context and source.trains(source.turns[number - 1])
             return 0, len(self._turn_start_ids) * follows_response
         name = len(self._ids(self.marks.turn_start + turn.speaker + self.marks.end_of_name))

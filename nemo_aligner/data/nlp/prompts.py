@@ -221,9 +221,9 @@ def collate_with_batch_max_sequence_length(
 
     Returns:
         `text` int64 [b, S], `length`, `idx` int64 [b], `loss_multiplier` float32 [b], and `record`
-            int64 [b] if the items have it; with `generate_masks_and_position_ids` also
-            `attention_mask` bool [1, 1, S, S] (True: must not see), `position_ids` [b, S] and
-            `loss_mask` float32 [b, S].
+        int64 [b] if the items have it; with `generate_masks_and_position_ids` also
+        `attention_mask` bool [1, 1, S, S] (True: must not see), `position_ids` [b, S] and
+        `loss_mask` float32 [b, S].
     """
     texts = [item["text"] for item in data_batch]
     width = max(map(len, texts)) + response_token_length

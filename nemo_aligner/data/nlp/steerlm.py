@@ -237,7 +237,8 @@ class SteerLM2Dataset(Examples):
             last = Turn(speaker, response["value"], label)
             source = Source(record.get("system") or "", (*turns, last), others, VALUE_TO_TEXT)
             tokens, _is_response = self.form.encode(source)
-            # A tokenizer may join `end_of_name` behind the label with a first newline.
+            # Not by the mask of the chat format: a tokenizer may join `end_of_name` behind the
+            # label with a newline that the response begins with.
             opening = turn_text(Turn(speaker, "", label), VALUE_TO_TEXT, self.marks)
             opening = opening.removesuffix(self.marks.end_of_turn)
             prompt = self.tokenizer.text_to_ids(self._prompt_text(source, turns) + opening)
