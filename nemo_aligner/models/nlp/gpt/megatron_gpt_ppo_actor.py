@@ -57,10 +57,9 @@ class MegatronGPTActorModel(ReferencePolicyMixin, MegatronGPTPolicyModel, Policy
     def get_loss_and_metrics(
         self, batch: PPOTrainBatch, forward_only: bool = False
     ) -> tuple[float, dict[str, float]]:
-        """PPO loss (`nemo_aligner.core.losses.ppo_actor_loss`) of a global batch, and its gradient
-        unless `forward_only`, over the samples whose response ended (`is_end`) unless
+        """PPO loss (`core.losses.ppo_actor_loss`) of a global batch, and its gradient unless
+        `forward_only`, over the samples whose response ended (`is_end`) unless
         `train_on_truncated`; all ranks call it with their share.
-
         """
         mask = batch["mask"]
         if not self.train_on_truncated:
