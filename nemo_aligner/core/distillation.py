@@ -109,5 +109,4 @@ def divergence(
 
 
 def _kl(a: Tensor, b: Tensor) -> Tensor:
-    """KL(a || b) of log-probs [.., C]: [..]."""
     return (a.exp() * (a - b)).sum(-1)

@@ -56,8 +56,8 @@ class Critic(Protocol):
         """Send a micro-batch to be scored; returns at once."""
 
     def train(self, rollout_batch: PPOTrainBatch) -> Pending[float | None]:
-        """Send this rank's share of a rollout for an update; returns at once. Outcome: the mean
-        loss, or None without a critic to train.
+        """Send this rank's share of a rollout for an update; returns at once. The outcome is the
+        mean loss, or None without a critic to train.
         """
 
     def save(self, actor_step: int | None = None) -> Pending[int | None]:

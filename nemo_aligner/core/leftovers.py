@@ -130,7 +130,6 @@ def _end(owner: int) -> None:
 
 
 def _sweep(records: int, name: str) -> None:
-    """Remove what a record names, and the record, unless its process lives."""
     record = os.open(name, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=records)
     try:
         fcntl.flock(record, fcntl.LOCK_EX | fcntl.LOCK_NB)

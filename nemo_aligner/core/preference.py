@@ -159,9 +159,7 @@ def reward_sums(chosen: Tensor, rejected: Tensor, weights: Tensor) -> dict[str, 
 
 
 def reward_statistics(metrics: dict[str, float]) -> None:
-    """Replace the mean square of `reward_sums` of the global batch by `rewards_all_mean` and the
-    standard deviation `rewards_all_std` of all samples.
-    """
+    """Replace the mean square of `reward_sums` by `rewards_all_mean` and `rewards_all_std`."""
     both = metrics["rewards_chosen_mean"] + metrics["rewards_rejected_mean"]
     _mean_and_deviation(metrics, both / 2)
 

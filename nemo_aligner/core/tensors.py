@@ -1,8 +1,6 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Small helpers over tensors and dicts of them, by NeMo-Aligner's names, and samples' random
-streams. Shapes: B samples, S positions, V vocabulary.
-"""
+"""Helpers over tensors and dicts of them, by NeMo-Aligner's names, and samples' random streams."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any

@@ -1,7 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""How often one policy beats another, also at equal length, and how sure that is. Shapes: N pairs
-of responses to the same prompt, K weightings of them.
+"""How often one policy beats another, also at equal length, and how sure that is; N pairs, K
+weightings.
 """
 
 from collections.abc import Callable

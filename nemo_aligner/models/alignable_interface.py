@@ -77,7 +77,7 @@ class Inferrable(ABC):
 
 
 class _TakesTurns(SupervisedInterface, Inferrable):
-    """A model whose training and inference alternate."""
+    """Training and inference alternate."""
 
     @abstractmethod
     def prepare_for_training(self) -> None:

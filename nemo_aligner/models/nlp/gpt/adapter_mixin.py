@@ -128,8 +128,8 @@ class NLPAdapterModelMixin(MegatronGPTModel):
         return lora_layers.disabled(self._adapters) if self.use_peft else nullcontext()
 
     def adapters_merged(self) -> AbstractContextManager[None]:
-        """Inside, the weights hold the adapters: faster for many short passes, at the cost of a
-        copy. Afterwards they have their former bits.
+        """Inside, weights hold the adapters (faster for short passes; a copy); then their former
+        bits.
         """
         return lora_layers.merged(self._adapters) if self.use_peft else nullcontext()
 

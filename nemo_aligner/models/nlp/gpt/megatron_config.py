@@ -1,8 +1,6 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""From NeMo's configuration keys to Megatron Core's `TransformerConfig` (layers:
-`megatron_layers.py`).
-"""
+"""From NeMo's configuration keys to Megatron Core's `TransformerConfig`."""
 
 import dataclasses
 import functools
@@ -35,9 +33,7 @@ from nemo_aligner.training.expert_losses import expert_layers
 
 
 def layer_pattern(cfg: DictConfig, key: str, least: int, one: str) -> int | list[int]:
-    """`model.<key>`, checked (`ConfigError`): a number of which Megatron Core makes a pattern, or
-    the pattern; a layer with 1 has or is `one`.
-    """
+    """Checked `model.<key>` (`ConfigError`): period or pattern; a layer with 1 has or is `one`."""
     given = cfg[key]
     if OmegaConf.is_list(given):
         given = list(given)

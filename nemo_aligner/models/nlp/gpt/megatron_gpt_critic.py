@@ -57,8 +57,8 @@ class MegatronGPTCriticModel(MegatronGPTRewardModel, CriticModelInterface):
         self.set_output_sequence_flag(True)
 
     def set_reward_model(self) -> None:
-        """Keep a copy of the present weights as the reward model, before a checkpoint is resumed;
-        errors as in `check_gives_rewards`.
+        """Keep the present weights as the reward model, before a resume; `check_gives_rewards`'
+        errors.
         """
         self.check_gives_rewards()
         self._rm_state_dict_cpu = self.weights_to_cpu(into=self._rm_state_dict_cpu)
@@ -93,7 +93,6 @@ class MegatronGPTCriticModel(MegatronGPTRewardModel, CriticModelInterface):
                 module.rm_head.output_sequence = value_to_set
 
     def _load(self, wanted: StateDictState) -> None:
-        """Put the weights of `wanted` into the module."""
         if wanted is self.loaded_state_dict:
             return
         if wanted is StateDictState.REWARD:

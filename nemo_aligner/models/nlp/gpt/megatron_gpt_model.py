@@ -82,9 +82,7 @@ RETIRED_HOOKS = {
 
 
 class RetiredHooks:
-    """Methods that raise `UserError` in the place of the retired ones; `ConfigError`: a subclass
-    overrides one.
-    """
+    """Retired methods, which raise `UserError`; `ConfigError`: a subclass overrides one."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -258,8 +256,8 @@ class MegatronGPTModel(RetiredHooks, ModelPT):
     def setup_megatron_optimization(
         self, max_steps: int
     ) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
-        """Wrap the chunks for data parallelism, build optimizer and schedule (over `max_steps`
-        updates of the whole job); on all ranks, once.
+        """Wrap the chunks, build optimizer and schedule over the job's `max_steps`; all ranks call
+        it, once.
         """
         self.model = wrap_with_ddp(self.model, self.cfg.optim)
         for chunk in self.model:

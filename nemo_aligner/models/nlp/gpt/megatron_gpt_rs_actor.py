@@ -8,9 +8,7 @@ from nemo_aligner.models.nlp.gpt.megatron_gpt_policy import MegatronGPTPolicyMod
 
 
 class MegatronGPTRSModel(MegatronGPTPolicyModel):
-    """Policy of rejection sampling on Megatron Core. Its log-probs are at temperature 1: the loss
-    is the likelihood under the model itself.
-    """
+    """Its log-probs are at temperature 1: the loss is the likelihood under the model."""
 
     CONFIG_NAME = "gpt_rs_actor"
     SECTION = "rs"

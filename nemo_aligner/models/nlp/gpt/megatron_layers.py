@@ -236,8 +236,8 @@ def scale_embeddings(model: Any) -> None:
 
 
 def compute_swiglu_at_once(model: Any) -> None:
-    """Make the local feed-forward layers of a built model with SwiGLU `SwiGLUMLP`s: Megatron Core
-    warns of a specification that names another class.
+    """Use `SwiGLUMLP`s in a built model: Megatron Core warns of a specification that names
+    another.
     """
     config = model.config
     if config.gated_linear_unit and config.activation_func is F.silu:
@@ -282,7 +282,6 @@ def build_layer_spec(
 
 
 def _use_our_parts(layer: ModuleSpec, config: TransformerConfig) -> None:
-    """Put our norms, attention, router and experts into a local layer."""
     submodules: Any = layer.submodules
     submodules.input_layernorm = LocalNorm
     submodules.pre_mlp_layernorm = LocalNorm
