@@ -26,7 +26,7 @@ def calculate_advantages_and_returns(
     mask: Tensor | None = None,
     critic_gae_lambda: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation (Schulman et al. 2015, arXiv:1506.02438, eq. 16).
+    """Advantages and returns, each [B, S-1] (GAE, Schulman et al. 2015, arXiv:1506.02438, eq. 16).
 
         delta_t = r_t + gamma * v_{t+1} - v_t
         A_t = delta_t + gamma * lambda * A_{t+1}
@@ -42,9 +42,6 @@ def calculate_advantages_and_returns(
         rewards: [B, S-1], from `calculate_ppo_rewards`.
         critic_gae_lambda: lambda of the returns; None: `gae_lambda` (decoupled GAE, Yuan et al.
             2025, arXiv:2503.01491: at 1.0 the critic's targets are not biased by its own values).
-
-    Returns:
-        Advantages and returns, each [B, S-1].
     """
     if mask is not None:
         keep = mask != 0
@@ -107,8 +104,7 @@ def calculate_rloo_advantages(
     scores: Tensor, prompts: Tensor, mask: Tensor | None = None
 ) -> Tensor:
     """REINFORCE leave-one-out: score minus `calculate_rloo_baseline`; arguments as of
-    `calculate_grpo_advantages`. Returns [N], dtype of `scores`; 0 for samples not valid or without
-    valid companion.
+    `calculate_grpo_advantages`. Returns [N], dtype of `scores`; 0 without valid companion.
     """
     valid = torch.ones_like(scores, dtype=torch.bool) if mask is None else mask != 0
     kept = torch.where(valid, scores, 0).double()
@@ -178,7 +174,7 @@ def calculate_grpo_step_advantages(
         prompts: int [N] or [N, P]; equal entries belong to one prompt.
         scored, mask: [N, S-1], True where a step has a reward, where a slot counts.
 
-    Returns: [N, S-1], dtype of `rewards`; 0 outside the mask, after the last step, and where the
+    Returns [N, S-1], dtype of `rewards`; 0 outside the mask, after the last step, and where the
     steps of a prompt number fewer than two or have equal rewards.
     """
     valid = (scored != 0) & (mask != 0)

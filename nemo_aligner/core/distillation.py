@@ -53,9 +53,8 @@ def distillation_loss(
         target_logits_scale: factor of the teacher's logits; 1 with `rest_logprobs`.
 
     Returns partial sums: the loss, and metrics, which are weighted means: `loss`, `kd_loss`,
-    `sft_loss` (both without their weights) and `teacher_mass` (the probability that the teacher
-    gives the K candidates together). `ValueError`: an unknown loss, or a scale that the rest
-    cannot have.
+    `sft_loss` (both without their weights) and `teacher_mass` (the teacher's probability of the K
+    candidates). `ValueError`: an unknown loss, or a scale that the rest cannot have.
     """
     slots = weights.unsqueeze(-1)
     student, teacher = kept(logprobs, slots), kept(teacher_logits, slots)
@@ -89,12 +88,13 @@ def divergence(
     student: Tensor, teacher: Tensor, kd_loss: str = "fwd_kl", jsd_beta: float = 0.5
 ) -> Tensor:
     """Divergence [..] of distributions, log-probs [.., C]: P the teacher, Q the student (which
-    carries the gradient), b = `jsd_beta` in (0, 1), M = b P + (1 - b) Q. `ValueError`: another
-    `kd_loss`.
+    carries the gradient), b = `jsd_beta` in (0, 1), M = b P + (1 - b) Q.
 
         fwd_kl   KL(P || Q)                          Hinton et al. 2015, arXiv:1503.02531
         bwd_kl   KL(Q || P)                          Gu et al. 2023, arXiv:2306.08543
         jsd      b KL(P || M) + (1 - b) KL(Q || M)   Agarwal et al. 2023, arXiv:2306.13649, sec. 2
+
+    `ValueError`: another `kd_loss`.
     """
     if kd_loss == "fwd_kl":
         return _kl(teacher, student)

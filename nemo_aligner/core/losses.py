@@ -135,11 +135,10 @@ def ppo_actor_loss(
     (Shao et al. 2024, arXiv:2402.03300, eq. 3 and 4) is differentiated through its estimator;
     `kl.calculate_kl_penalty` describes the resulting gradient.
 
-    Args (tensors are [B, S-1]):
+    Args (tensors are [B, S-1], `weights` from `loss_weights`):
         logprobs: of the policy in training; carries the gradient, as `entropy` does.
         prev_logprobs: of the policy that generated.
         ref_logprobs: of the reference; needed when `kl_loss_coef` is not 0.
-        weights: from `loss_weights`.
         ratio_eps, ratio_eps_high: clip range; None: its upper side is `ratio_eps` too.
         policy_loss, kl_loss_estimator: one of `surrogates.SURROGATES`, of `kl.KL_ESTIMATORS`.
         dual_clip: c > 1, or None: off.

@@ -37,7 +37,6 @@ class RewardModelHead(RowParallelLinear):
         config: of the model; with `sequence_parallel` the hidden states arrive split along S.
         output_sequence: give one number per position instead of A numbers per sample.
         use_avg_pool: pool by the mean over a sample's positions instead of its last token.
-        dtype: of weights and arithmetic.
         merge_attributes: reduce the A numbers to their weighted sum.
         attributes_weights: the A weights of that sum; 1/A each by default.
     """

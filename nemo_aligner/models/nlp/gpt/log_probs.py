@@ -146,7 +146,6 @@ class LogProbsMixin(NLPAdapterModelMixin):
 
         Args:
             response_tokens: int64 `[B, S]`.
-            forward_micro_batch_size: samples per pass; by default what the configuration says.
             response_lengths: int64 `[B]`, R; None: S. Only as many tokens are computed.
         """
         return forward_collect(

@@ -66,8 +66,7 @@ class LoRA(torch.nn.Module):
         a: `[dim, in]`, or `[blocks * dim, in]` of the variant "canonical"; `in / t` columns of a
             layer that is split along its columns.
         b: `[out, dim]`; `out / t` rows of a layer that is split along its rows.
-        enabled: False: the layer computes without the adapter.
-        merged: True: the layer's weight holds the adapter.
+        enabled, merged: the layer computes with the adapter; its weight holds it.
     """
 
     blocks: Tensor

@@ -72,8 +72,7 @@ class GPTKnowledgeDistillationModel(NLPAdapterModelMixin, MegatronGPTModel, Supe
     Attributes:
         loss_settings: arguments of `core.distillation.distillation_loss`.
         logits_scale: factor of the student's logits.
-        generation_params: of its own responses.
-        rollout_micro_batch_size: of them, generated together on a rank; None: all.
+        rollout_micro_batch_size: of its own responses, generated together on a rank; None: all.
         outside_top_k: one of `core.estimators.OUTSIDE_TOP_K`.
     """
 

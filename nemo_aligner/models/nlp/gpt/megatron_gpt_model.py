@@ -124,7 +124,6 @@ class MegatronGPTModel(RetiredHooks, ModelPT):
     Args:
         cfg: section `model` of a configuration (NeMo keys; docs/config.md), which decides the
             parallel sizes. Missing keys get the defaults of `CONFIG_NAME`.
-        trainer: Lightning trainer of the job, which knows the number of its processes.
 
     Attributes:
         CONFIG_NAME: YAML file whose `model` section this class belongs to; None: a model of
@@ -134,7 +133,6 @@ class MegatronGPTModel(RetiredHooks, ModelPT):
         micro_batch_tokens: most tokens of a forward pass in place of a number of samples, or None.
         restore_path: checkpoint that the weights were loaded from; None: they are random.
         loss_reduction: what a loss is the mean of, one of `estimators.ROLLOUT_REDUCTIONS`.
-        longest: of `loss_weights`, for a policy.
         stored_dropout: keys of that checkpoint which are written again where this job has 0.
 
     `UserError`: processes not connected, tokenizer not readable; `ConfigError`: unsupported value.
@@ -328,15 +326,13 @@ class MegatronGPTModel(RetiredHooks, ModelPT):
         lengths: Tensor | None = None,
         **options: Any,
     ) -> tuple[dict[str, float], Batch]:
-        """`megatron_steps.forward_backward` of a global batch; all ranks call it.
+        """`megatron_steps.forward_backward` of a global batch; all ranks call it with their share.
 
         Args:
-            columns: this data-parallel rank's share of it.
             mask: `[B, S-1]` or `[B, S]`, non-zero where a token counts: `loss_fn` gets `weights`,
                 by `loss_reduction`; None: they stand in `columns` (else `UserError`).
             loss_reduction, micro_batch_size: None: those of the model and its configuration.
             lengths: int64 `[B]`; None: up to the last token with a weight.
-            options: of `forward_backward`.
         """
         micro_batch_size = micro_batch_size or self.cfg.micro_batch_size
         loss_reduction = loss_reduction or self.loss_reduction

@@ -56,9 +56,7 @@ class MegatronGPTRewardModel(
     Attributes:
         has_trained_head: the weights were loaded with a head trained to give rewards. A language
             model has no head, and a critic's gives values.
-        forward_micro_batch_size: samples per forward pass of `infer`.
         pair_loss: the loss of pairs, one of `estimators.PREFERENCE_LOSSES`.
-        pairs_per_micro_batch: pairs of one forward pass in training.
         reward_mean_std: mean and standard deviation that rewards are standardized with, or None.
 
     `ConfigError`: attribute weights or standardization that cannot work.

@@ -30,7 +30,6 @@ class MegatronGPTSPINModel(MovingReferenceMixin, DirectPreferenceMixin, Megatron
 
     Attributes:
         ref_policy_kl_penalty: beta of the loss, in the iteration at hand.
-        validation_micro_batch_size: samples per forward pass of validation.
     """
 
     CONFIG_NAME = "gpt_spin"
