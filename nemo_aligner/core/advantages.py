@@ -1,13 +1,11 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Advantage estimators: GAE with a critic; REINFORCE returns, RLOO and GRPO without one; and the
-rewards that they start from: placed on the transitions, clipped, penalized, and used to select
-responses. Torch only, no ranks.
+"""Advantage estimators (GAE with a critic; REINFORCE returns, RLOO and GRPO without one) and the
+rewards that they start from. Torch only, no ranks.
 
 Shapes: [B, S-1] is per transition, see `nemo_aligner.core.types`. N is the number of samples that
-are compared within their groups; gather their scores first if several ranks hold samples of one
-group. A mask is non-zero (or True) where a slot, or a sample, counts; elsewhere a tensor may hold
-anything, NaN included.
+are compared within their groups; gather them first if several ranks hold samples of one group. A
+mask is non-zero where a slot, or a sample, counts; elsewhere a tensor may hold anything, also NaN.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -28,27 +26,22 @@ def calculate_advantages_and_returns(
     mask: Tensor | None = None,
     critic_gae_lambda: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation (Schulman et al. 2015, arXiv:1506.02438, eq. 16).
+    """Advantages and returns, each [B, S-1] (GAE, Schulman et al. 2015, arXiv:1506.02438, eq. 16).
 
         delta_t = r_t + gamma * v_{t+1} - v_t
         A_t = delta_t + gamma * lambda * A_{t+1}
         return_t = A_t + v_t
 
-    Values and rewards outside the mask are replaced by 0 *before* the recursion. Otherwise a
-    critic's value after the end token would be bootstrapped into every advantage of the sample.
-    Prompt columns receive an advantage too; only the loss mask removes it. Slots between masked
-    ones, where the policy reads an observation, are no steps: t+1 is the next slot that counts.
+    Values and rewards outside the mask are replaced by 0 *before* the recursion, or a critic's
+    value after the end token would be bootstrapped into every advantage of the sample. Prompt
+    columns receive an advantage too; only the loss mask removes it. Slots between masked ones,
+    where the policy reads an observation, are no steps: t+1 is the next slot that counts.
 
     Args:
         values, mask: [B, S-1]; mask from `create_mask`, None: every slot counts.
         rewards: [B, S-1], from `calculate_ppo_rewards`.
-        discount_factor, gae_lambda: gamma, lambda.
-        critic_gae_lambda: lambda of the returns, which the critic learns; None: the same
-            (decoupled GAE, Yuan et al. 2025, arXiv:2503.01491: with 1.0 the critic's targets are
-            not biased by its own values).
-
-    Returns:
-        Advantages and returns, each [B, S-1].
+        critic_gae_lambda: lambda of the returns; None: `gae_lambda` (decoupled GAE, Yuan et al.
+            2025, arXiv:2503.01491: at 1.0 the critic's targets are not biased by its own values).
     """
     if mask is not None:
         keep = mask != 0
@@ -85,9 +78,8 @@ def calculate_reinforce_returns(
     """Discounted sum [B, S-1] of the rewards to come: G_t = sum over k >= t of gamma^(k-t) r_k;
     arguments as of `calculate_advantages_and_returns`, and so are prompt columns.
 
-    Computed from token rewards with a KL penalty, and normalized over the global batch
-    (`collectives.normalize_tensor`), these are the advantages of REINFORCE++ (Hu et al. 2025,
-    arXiv:2501.03262).
+    From token rewards with a KL penalty, and normalized over the global batch, these are the
+    advantages of REINFORCE++ (Hu et al. 2025, arXiv:2501.03262).
     """
     # GAE with lambda 1 and no critic: v = 0 everywhere.
     return calculate_advantages_and_returns(
@@ -98,9 +90,7 @@ def calculate_reinforce_returns(
 def calculate_rloo_baseline(prompts: Tensor, reward: Tensor, mask: Tensor) -> Tensor:
     """Leave-one-out baseline [N] (Ahmadian et al. 2024, arXiv:2402.14740): mean `reward` [N] of
     the prompt's *other* valid samples; for a sample without one its own, so its advantage is 0.
-
-    `prompts` int [N] or [N, P]: equal entries belong to one prompt. `mask` [N]: non-zero where a
-    sample is valid.
+    `prompts` int [N] or [N, P]: equal entries belong to one prompt. `mask` [N]: non-zero if valid.
     """
     group, size = group_rows(prompts)
     valid = (mask != 0).to(reward.dtype)
@@ -114,8 +104,7 @@ def calculate_rloo_advantages(
     scores: Tensor, prompts: Tensor, mask: Tensor | None = None
 ) -> Tensor:
     """REINFORCE leave-one-out: score minus `calculate_rloo_baseline`; arguments as of
-    `calculate_grpo_advantages`. Returns [N], dtype of `scores`; 0 for samples that are not valid
-    or have no valid companion.
+    `calculate_grpo_advantages`. Returns [N], dtype of `scores`; 0 without valid companion.
     """
     valid = torch.ones_like(scores, dtype=torch.bool) if mask is None else mask != 0
     kept = torch.where(valid, scores, 0).double()
@@ -133,16 +122,11 @@ def calculate_grpo_advantages(
 ) -> Tensor:
     """Group-relative advantages (Shao et al. 2024, arXiv:2402.03300, section 4.1.2): (score -
     mean) / (std + eps), with mean and deviation (Bessel-corrected) of the prompt's valid samples.
+    `normalize_std` False leaves the division out (Liu et al. 2025, arXiv:2503.20783, "Dr. GRPO").
 
-    Args:
-        scores: [N], of a whole response: the sum of its token rewards, KL penalty included.
-        prompts, mask: as for `calculate_rloo_baseline`; mask None: all samples are valid.
-        normalize_std: False leaves the division out (Liu et al. 2025, arXiv:2503.20783, "Dr.
-            GRPO").
-
-    Returns:
-        [N], dtype of `scores`; 0 for samples that are not valid or have no valid companion, and
-        where all scores of a prompt are equal.
+    `scores` [N] are of whole responses, KL penalty included; `prompts` and `mask` as for
+    `calculate_rloo_baseline`, mask None: all valid. Returns [N], dtype of `scores`; 0 for samples
+    that are not valid or without valid companion, and where a prompt's scores are equal.
     """
     valid = torch.ones_like(scores, dtype=torch.bool) if mask is None else mask != 0
     group, size = group_rows(prompts)
@@ -150,8 +134,7 @@ def calculate_grpo_advantages(
     def group_sum(x: Tensor) -> Tensor:
         return torch.zeros_like(size, dtype=torch.float64).index_add_(0, group, x)[group]
 
-    # float64: the mean of equal float32 scores must be that score, or eps would blow its rounding
-    # up.
+    # float64: the mean of equal float32 scores must be that score, or eps magnifies rounding.
     count = group_sum(valid.double())
     kept = torch.where(valid, scores, 0).double()
     deviation = torch.where(valid, kept - group_sum(kept) / count.clamp(min=1), 0)
@@ -191,9 +174,8 @@ def calculate_grpo_step_advantages(
         prompts: int [N] or [N, P]; equal entries belong to one prompt.
         scored, mask: [N, S-1], True where a step has a reward, where a slot counts.
 
-    Returns:
-        [N, S-1], dtype of `rewards`; 0 outside the mask, after the last step, and where the steps
-        of a prompt number fewer than two or have equal rewards.
+    Returns [N, S-1], dtype of `rewards`; 0 outside the mask, after the last step, and where the
+    steps of a prompt number fewer than two or have equal rewards.
     """
     valid = (scored != 0) & (mask != 0)
     group, size = group_rows(prompts)
@@ -215,9 +197,7 @@ def calculate_grpo_step_advantages(
 
 
 def spread_over_response(scores: Tensor, mask: Tensor) -> Tensor:
-    """The score of each sample, [B] or [B, 1], on all of its response's transitions, 0 elsewhere:
-    [B, S-1]. A sample without a response may hold anything.
-    """
+    """[B, S-1]: each sample's score, [B] or [B, 1], on its response's transitions, 0 elsewhere."""
     return torch.where(mask != 0, scores.reshape(-1, 1), 0)
 
 
@@ -297,14 +277,14 @@ def calculate_ppo_rewards(
     token_rewards: Tensor | None = None,
 ) -> Tensor:
     """Reward per transition [B, S-1]: the scalar reward at column R-2 and the rewards of tokens
-    where they are, minus the KL penalty at every column, also outside the response (which
-    `calculate_advantages_and_returns` masks).
+    where they are, minus `penalty_factor` times the KL at every column, also outside the response
+    (which `calculate_advantages_and_returns` masks).
 
     Args:
         values: [B, S-1]; only its shape, dtype and device matter.
         rewards: [B] or [B, 1], of the whole response.
         response_lengths: int [B], R.
-        init_policy_kl: [B, S-1], or a number; `penalty_factor` beta of 0 ignores it.
+        init_policy_kl: [B, S-1], or a number; a `penalty_factor` of 0 ignores it.
         token_rewards: [B, S-1], of single tokens, beside `rewards`.
     """
     per_token = torch.zeros_like(values)
@@ -318,18 +298,14 @@ def calculate_ppo_rewards(
 
 
 def reward_at_last_token(rewards: Tensor, response_lengths: Tensor, width: int) -> Tensor:
-    """Scalar rewards [B] as rewards of tokens [B, S-1]: at column R-2, NaN elsewhere;
-    `response_lengths` int [B], R; `width` S.
-    """
+    """Scalar rewards [B] at column R-2 of [B, S-1], NaN elsewhere; `response_lengths` [B]: R."""
     placed = rewards.new_full((len(rewards), width - 1), float("nan"))
     last = (response_lengths.to(rewards.device).reshape(-1, 1) - 2).clamp(min=0)
     return placed.scatter_(1, last, rewards.reshape(-1, 1))
 
 
 def add_token_rewards(parts: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor:
-    """Weighted sum [B, S-1] of the rewards of tokens that several sources give, [B, S-1] by name;
-    NaN where none gives one.
-    """
+    """Weighted sum [B, S-1] of the sources' token rewards [B, S-1]; NaN where none gives one."""
     stacked = torch.stack([weight * parts[name].double() for name, weight in weights.items()])
     total = stacked.nansum(0).masked_fill(stacked.isnan().all(0), float("nan"))
     return total.float()
@@ -363,9 +339,7 @@ class RunningMoments:
     squares: float = 0.0  # sum of squared deviations from the mean
 
     def update(self, rewards: Tensor, mask: Tensor) -> None:
-        """Add those of `rewards` [N] where `mask` [N] is non-zero, the same on all ranks in any
-        order.
-        """
+        """Add `rewards` [N] where `mask` [N] is non-zero: those of all ranks, on each rank."""
         added = rewards[mask != 0].double().sort().values  # sums do not depend on the order
         if not len(added):
             return
@@ -382,22 +356,20 @@ class RunningMoments:
 
 
 def clip_rewards(rewards: Tensor, limit: float | None) -> Tensor:
-    """Rewards, [B] of responses or [B, S-1] of tokens, clipped to [-limit, limit]; None: as they
-    are. NaN stays NaN.
-    """
+    """Rewards [B] or [B, S-1] clipped to [-limit, limit]; None: as they are. NaN stays NaN."""
     return rewards if limit is None else rewards.clamp(-limit, limit)
 
 
 def calculate_overlong_penalty(
     response_token_counts: Tensor, max_length: int, buffer_len: int, factor: float = 1.0
 ) -> Tensor:
-    """Soft penalty on responses close to the length limit (Yu et al. 2025, DAPO,
-    arXiv:2503.14476, eq. 13), float32 [B], to be added to the scalar rewards. With L tokens
+    """Soft penalty, float32 [B], to be added to the scalar rewards of responses close to the
+    length limit (Yu et al. 2025, DAPO, arXiv:2503.14476, eq. 13). With L = `response_token_counts`
+    int [B] (R - P, end tokens included), and 0 if `buffer_len` is 0:
 
         factor * clip((max_length - buffer_len - L) / buffer_len, -1, 0)
 
-    `response_token_counts` int [B]: R - P, end tokens included. `buffer_len`: length of the
-    slope; 0: no penalty. `ValueError`: it is negative or above `max_length`.
+    `ValueError`: `buffer_len` is negative or above `max_length`.
     """
     if not 0 <= buffer_len <= max_length:
         raise ValueError(
@@ -420,12 +392,8 @@ def select_topk(
         group_by: name of the tensor, [N] or [N, P], that is equal for samples of one prompt. The
             tokens of the prompt confuse prompts that occur twice in the data; `idx` does not.
 
-    Returns:
-        The kept samples of every tensor: prompts in sorted order of `group_by`, rewards ascending
-        within a prompt.
-
-    Raises:
-        ValueError: a reward is NaN, or `num_select` below 1.
+    Returns the kept samples: prompts in sorted order of `group_by`, rewards ascending within a
+    prompt. `ValueError`: a reward is NaN, or `num_select` below 1.
     """
     if num_select < 1:
         raise ValueError(f"top_n_rollouts={num_select}: select at least 1 rollout for each prompt")

@@ -1,10 +1,8 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
 """The few tokens that take most of a policy's entropy: those whose log-prob and advantage vary
-together (Cui et al. 2025, arXiv:2505.22617). Pure functions, of the samples of a whole rollout in
-an order that does not depend on the split.
-
-Shapes: N samples, S padded length; tensors per transition are [N, S-1].
+together (Cui et al. 2025, arXiv:2505.22617). Pure functions, of the N samples of a whole rollout
+in an order that does not depend on the split; tensors per transition are [N, S-1].
 """
 
 from dataclasses import dataclass
@@ -42,9 +40,8 @@ def chosen_tokens(
 ) -> Tensor:
     """bool [N, S-1]: a `fraction` of all tokens, one at least. With rule "clip" (Clip-Cov) drawn
     among those with a covariance in the range (maybe fewer), with "kl" (KL-Cov) the largest.
-
     `logprobs` are of the policy that generated, `advantages` of the updates; `response_tokens`
-    int64 [N, S] seed the draw, which the next rollout then repeats nowhere.
+    int64 [N, S] seed the draw.
     """
     covariance, able = covariances(logprobs, advantages, mask), mask != 0
     count = max(1, int(settings.fraction * int(able.sum())))

@@ -1,10 +1,8 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The loss of a student that learns the distributions of a teacher. Pure functions in the
-convention of `core/losses.py`: partial sums.
-
-Shapes: B samples, S positions, K candidates, the tokens with the largest logits of the teacher.
-Slots of weight 0 may hold NaN.
+"""The loss of a student that learns the distributions of a teacher, in partial sums as in
+`core/losses.py`. Shapes: B samples, S positions, K candidates, the tokens with the largest logits
+of the teacher. Slots of weight 0 may hold NaN.
 """
 
 import math
@@ -38,10 +36,10 @@ def distillation_loss(
     """Divergence between the student's distributions and the teacher's, plus the negative
     log-likelihood of the labels.
 
+        loss = kd_loss_weight * divergence - sft_loss_weight * log p(label)
+
     Without `rest_logprobs` both distributions are those over the K candidates, given that one of
     them comes. With them, both have K + 1 outcomes: the last is any other token.
-
-        loss = kd_loss_weight * divergence - sft_loss_weight * log p(label)
 
     Args:
         logprobs: [B, S, K], of the candidates under the student's softmax over the vocabulary;
@@ -54,13 +52,9 @@ def distillation_loss(
         kd_loss, jsd_beta: see `divergence`.
         target_logits_scale: factor of the teacher's logits; 1 with `rest_logprobs`.
 
-    Returns:
-        Partial sums: the loss, and metrics, which are weighted means: `loss`, `kd_loss`,
-        `sft_loss` (both without their weights) and `teacher_mass` (the probability that the
-        teacher gives the K candidates together).
-
-    Raises:
-        ValueError: an unknown loss, or a scale that the rest cannot have.
+    Returns partial sums: the loss, and metrics, which are weighted means: `loss`, `kd_loss`,
+    `sft_loss` (both without their weights) and `teacher_mass` (the teacher's probability of the K
+    candidates). `ValueError`: an unknown loss, or a scale that the rest cannot have.
     """
     slots = weights.unsqueeze(-1)
     student, teacher = kept(logprobs, slots), kept(teacher_logits, slots)
@@ -93,9 +87,8 @@ def distillation_loss(
 def divergence(
     student: Tensor, teacher: Tensor, kd_loss: str = "fwd_kl", jsd_beta: float = 0.5
 ) -> Tensor:
-    """Divergence [..] of distributions, log-probs [.., C]. With P the teacher, Q the student
-    (which carries the gradient), b = `jsd_beta` between 0 and 1, and the mixture M = b P + (1 - b)
-    Q:
+    """Divergence [..] of distributions, log-probs [.., C]: P the teacher, Q the student (which
+    carries the gradient), b = `jsd_beta` in (0, 1), M = b P + (1 - b) Q.
 
         fwd_kl   KL(P || Q)                          Hinton et al. 2015, arXiv:1503.02531
         bwd_kl   KL(Q || P)                          Gu et al. 2023, arXiv:2306.08543
@@ -116,5 +109,4 @@ def divergence(
 
 
 def _kl(a: Tensor, b: Tensor) -> Tensor:
-    """KL(a || b) of log-probs [.., C]: [..]."""
     return (a.exp() * (a - b)).sum(-1)

@@ -1,8 +1,6 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""How a job goes and ends: signs of progress, its exit code, and `ending.json` in the folder of
-its run. Imports nothing heavy.
-"""
+"""Signs of progress of a job, its exit code, and its `ending.json`. Imports nothing heavy."""
 
 import contextlib
 import ctypes
@@ -23,10 +21,7 @@ _folder_of_rank_zero: Path | None = None  # the same, on another rank
 
 
 class ExitCode(IntEnum):
-    """Exit codes of all scripts and commands; docs/troubleshooting.md says what to do about each.
-
-    After those of `RUN_AGAIN` the same command continues the work.
-    """
+    """Exit codes of scripts and commands; docs/troubleshooting.md says what to do about each."""
 
     FINISHED = 0
     FAILED = 1  # an error, an alarm, or what a server reported
@@ -49,9 +44,7 @@ def end_with(parent: int) -> None:
 
 
 class JobStopped(SystemExit):
-    """The job ends before its last step, as it was asked to: exit `code`, and `reason` (who
-    asked).
-    """
+    """The job ends before its last step, as it was asked to; `reason` says by whom."""
 
     code: ExitCode
 
@@ -71,9 +64,7 @@ def interruptible() -> Iterator[None]:
 
 
 def keep_ending_in(folder: Path, is_rank_zero: bool = True) -> None:
-    """Have `note_ending` of rank 0 write into `folder`, without what a former run has left there;
-    every rank of a job may call it.
-    """
+    """Have rank 0 note the ending in `folder` (a former one goes); any rank may call it."""
     global _folder, _folder_of_rank_zero
     if is_rank_zero:
         _folder = folder
@@ -96,8 +87,8 @@ def ending_file() -> Path | None:
 
 
 def note_ending(code: ExitCode, reason: str, step: int | None = None) -> None:
-    """Write `ending.json`, if this process keeps one: `reason` in one line, and the finished steps
-    of a job that counts them. The first ending counts: what breaks later follows from it.
+    """Write `ending.json`, if this process keeps one; `step`: finished steps, of a job that counts
+    them. The first ending counts: what breaks later follows from it.
     """
     global _folder
     folder, _folder = _folder, None
@@ -120,9 +111,8 @@ def note_ending(code: ExitCode, reason: str, step: int | None = None) -> None:
 
 
 class Progress:
-    """The progress of this process; there is one, `progress`: the `count` of units of work that
-    have ended, whether they are counted where the main thread is (`is_expected`), and what a
-    watchdog calls `before_exit`.
+    """The progress of this process, `progress`: the `count` of units of work that have ended,
+    whether the main thread's work is counted (`is_expected`), and a watchdog's `before_exit`.
     """
 
     def __init__(self) -> None:
@@ -153,9 +143,7 @@ class Progress:
 
     @contextlib.contextmanager
     def expected(self, is_expected: bool = True) -> Iterator[None]:
-        """Inside, units of work are counted, or, with False, are not: a step may take long by
-        itself.
-        """
+        """Inside, units of work are counted, or, with False, not: a step may take long."""
         before, self.is_expected = self.is_expected, is_expected
         self.count += 1
         try:

@@ -1,8 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Errors that end a job with one message and no traceback: those that a user caused (the message
-names the value and the remedy), those that came from a server, and those of alarms. And how any
-error becomes one line, for a reader in another process; the traceback stays in the log of its own.
+"""Errors that end a job with one message and no traceback (a user's, whose message names the value
+and the remedy; a server's; an alarm's), and how any error becomes one line.
 """
 
 import re
@@ -35,8 +34,7 @@ class SaveError(UserError):
 
 class ServerRequestError(RuntimeError):
     """A request failed on the server, or no response arrived. The message is one line: the model,
-    the server's address and the cause. The traceback is in the log of the server (of PyTriton's
-    own, of the client).
+    the address and the cause. The traceback is in the server's log (PyTriton's: the client's).
     """
 
 
@@ -68,18 +66,15 @@ class PolicyReferenceError(AlarmError):
     """Policy and reference differ before the first update."""
 
 
-# ---- in one line ----
-
-
 def one_line(text: str) -> str:
-    """Return `text` without its line breaks, and without the end of a very long one."""
+    """`text` without its line breaks, and without the end of a very long one."""
     line = " ".join(part.strip() for part in text.splitlines() if part.strip())
     return line if len(line) <= LONGEST_LINE else f"{line[:LONGEST_LINE]}[...]"
 
 
 def cause_of(error: BaseException) -> str:
-    """Return `error` in one line: "TypeError: why (file.py:12 in function)", with the innermost
-    place that is not in a library. A message of ours that says what to do stands alone.
+    """`error` in one line: "TypeError: why (file.py:12 in function)", with the innermost place
+    that is not in a library. A message of ours that says what to do stands alone.
     """
     if isinstance(error, (UserError, ServerRequestError)):
         return one_line(str(error))
@@ -95,9 +90,7 @@ def _is_own(file: str) -> bool:
 
 
 def cause_in(text: str) -> str:
-    """Return the error that `text`, which may hold tracebacks, is about: in one line, with its
-    place, as `cause_of` does.
-    """
+    """The error that `text`, which may hold tracebacks, is about: in one line, as `cause_of`."""
     _before, found, last = text.rpartition(_TRACEBACK)
     lines = [line for line in last.splitlines() if line.strip() and not line[0].isspace()]
     if not found or not lines:

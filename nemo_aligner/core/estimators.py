@@ -3,8 +3,8 @@
 """The names that a configuration may use for estimators and reductions, with what follows from
 each. Imports nothing heavy: the configuration is checked with it before torch is loaded.
 
-To add an advantage estimator: a line in `ADVANTAGE_ESTIMATORS`; its function, and a line in
-`TOKEN_ESTIMATORS` or `RESPONSE_ESTIMATORS`, in `core/advantages.py`. No other code changes.
+To add an advantage estimator: a line here, its function and a line in `core/advantages.py`
+(`TOKEN_ESTIMATORS` or `RESPONSE_ESTIMATORS`). No other code changes.
 """
 
 from dataclasses import dataclass
@@ -43,13 +43,11 @@ KL_ESTIMATORS = ("k1", "abs", "k2", "k3")
 
 # Losses of preference pairs (`core/losses.py:preference_loss`).
 PREFERENCE_LOSSES = ("regular_bt", "margin_bt", "scaled_bt")
-# Those of a policy that learns from pairs directly (`core/preference.py:pair_losses`), and which
-# of them compare with rewards that the data give.
+# Of direct pairs (`core/preference.py:pair_losses`); the first need rewards that the data give.
 REWARD_PREFERENCE_LOSSES = ("rpo_sq", "rpo_bwd_kl", "rpo_fwd_kl")
 DIRECT_PREFERENCE_LOSSES = ("dpo", "ipo", *REWARD_PREFERENCE_LOSSES)
 
-# Divergences between a student and its teacher (`core/distillation.py:divergence`), and what
-# becomes of the probability outside the teacher's top-k tokens.
+# Student and teacher (`core/distillation.py:divergence`), and the rest outside its top k.
 DISTILLATION_LOSSES = ("fwd_kl", "bwd_kl", "jsd")
 OUTSIDE_TOP_K = ("renormalize", "bucket")
 
@@ -60,8 +58,8 @@ LOSSES_OF_RESPONSES = ("gspo", "gmpo")  # are a mean over responses
 RANGED = ("clip", "gspo", "cispo", "gmpo")  # have a range at all
 DUAL_CLIPPED = ("clip", "gspo")  # a large ratio of a bad token has no bound
 
-# What a ratio between trainer and sampler is that of (`core/sampler_correction.py`), and what
-# becomes of tokens whose log-prob varies with their advantage (`core/covariance.py`).
+# Levels of the ratio between trainer and sampler (`core/sampler_correction.py`), and the rules for
+# tokens whose log-prob varies with their advantage (`core/covariance.py`).
 CORRECTION_LEVELS = ("token", "sequence", "geometric")
 COVARIANCE_RULES = ("clip", "kl")
 

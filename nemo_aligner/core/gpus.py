@@ -12,8 +12,8 @@ _before: dict[str, str | None] = {}  # the variable as the user set it, once it 
 
 
 def hide_gpus() -> None:
-    """Let this process and those that it starts run on the CPU, as `trainer.accelerator=cpu` asks.
-    It acts only before PyTorch has looked for a GPU and before Megatron Core is imported.
+    """Let this process and its children run on the CPU, as `trainer.accelerator=cpu` asks. It acts
+    only before PyTorch has looked for a GPU and before Megatron Core is imported.
     """
     _before.setdefault(_VARIABLE, os.environ.get(_VARIABLE))
     os.environ[_VARIABLE] = ""
@@ -22,8 +22,7 @@ def hide_gpus() -> None:
 
 def do_without_hidden_gpus() -> None:
     """Where the environment hides all GPUs, do as if packages that need one were not installed:
-    Megatron Core takes their optimizers and norms wherever it can import them. What this process
-    has imported stays, and a variable that is set later brings nothing back.
+    Megatron Core uses their optimizers and norms if it can. What is imported already stays.
     """
     first = os.environ.get(_VARIABLE, "0").split(",")[0].strip()
     if first in _NO_GPU:

@@ -1,11 +1,10 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What trainers expect of the parts that are not models: the remote critic and reward models, data
-loaders, optimizer, logger, checkpoints, clock. Models are in `models/alignable_interface.py`.
+"""What trainers expect of the parts that are not models (those: `models/alignable_interface.py`).
 
-These are protocols: a class fulfils one by having its methods, as the remote clients and the fakes
-of the tests do; `algorithms/parts.py` completes parts that have NeMo-Aligner's only. Unless a
-method says otherwise, every rank of the job calls it.
+A class fulfils a protocol by having its methods, as the remote clients and the fakes of the tests
+do; `algorithms/parts.py` completes parts that have NeMo-Aligner's only. Unless a method says
+otherwise, every rank of the job calls it.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -27,8 +26,7 @@ class Pending(Protocol[T_co]):
 
 class PendingScores(Protocol):
     """The scores of one rollout micro-batch, while a server computes them. `pending`: what this
-    rank itself waits for (see `servers/futures.py:wait_for_all`); empty where another rank tells
-    it.
+    rank itself waits for (`servers/futures.py:wait_for_all`); empty where another rank tells it.
     """
 
     pending: tuple[Any, ...]
@@ -58,8 +56,8 @@ class Critic(Protocol):
         """Send a micro-batch to be scored; returns at once."""
 
     def train(self, rollout_batch: PPOTrainBatch) -> Pending[float | None]:
-        """Send this rank's share of a rollout for a critic update; returns at once. The outcome is
-        the critic's mean loss, or None where there is no critic to train.
+        """Send this rank's share of a rollout for an update; returns at once. The outcome is the
+        mean loss, or None without a critic to train.
         """
 
     def save(self, actor_step: int | None = None) -> Pending[int | None]:
@@ -67,8 +65,7 @@ class Critic(Protocol):
 
     def check_status(self, expected_actor_step: int, checkpoints: dict[int, str]) -> None:
         """Raise `UserError`, on every rank, unless the critic's weights belong to this actor's
-        step (0: a new run), or it can go back to those; `checkpoints` are the folders of the
-        actor's complete ones by their steps.
+        step (0: a new run), or it can go back to them. `checkpoints`: the actor's, by step.
         """
 
 
@@ -103,20 +100,16 @@ class CheckpointWriter(Protocol):
         is_train_end: bool = False,
         trainer_state: dict[str, Any] | None = None,
     ) -> Any:
-        """Write a checkpoint with `trainer_state`, ranked by one of `monitor_candidates`, or begin
-        to.
-        """
+        """Write a checkpoint, ranked by one of `monitor_candidates`, or begin to."""
 
     def check_save(self) -> None:
-        """Complete what is written in the background, if that has ended; all ranks call it."""
+        """Complete what is written in the background, if that has ended."""
 
     def finish_save(self) -> None:
-        """Wait for what is written in the background, and complete it; all ranks call it."""
+        """Wait for what is written in the background, and complete it."""
 
     def finish_export(self) -> None:
-        """Write what belongs beside the last checkpoint of a finished training, which was loaded,
-        if that is still to be done; all ranks call it.
-        """
+        """Write what is still missing beside the loaded last checkpoint of a finished training."""
 
     def saved_at(self, counter: str) -> dict[int, str]:
         """Folder of each complete checkpoint, by the counter `counter` of its `trainer_state`."""

@@ -1,9 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
 """KL divergence between two policies from the log-probs of sampled tokens, and the controllers of
-its coefficient.
-
-Torch only, no ranks. Shapes: [B, S-1] is per transition, see `nemo_aligner.core.types`.
+its coefficient. Torch only, no ranks. [B, S-1] is per transition, see `nemo_aligner.core.types`.
 """
 
 import math
@@ -15,8 +13,7 @@ from nemo_aligner.core.estimators import KL_ESTIMATORS
 
 # Ziegler et al. 2019 move beta by at most this share (times n / horizon) in one update.
 _MAX_RELATIVE_ERROR = 0.2
-# A larger exponent carries no information about the divergence, and squares or sums of it overflow
-# float32.
+# A larger exponent says nothing more of the divergence, and its squares or sums overflow float32.
 _MAX_K3_EXPONENT = 20.0
 
 
@@ -52,11 +49,8 @@ def calculate_kl_penalty(
     to later ones; for "k3": likewise of KL(b || a). See Tang and Munos 2025, arXiv:2506.09477, and
     Liu et al. 2025, arXiv:2510.01555; `tests/unit/test_kl_optimum.py` derives and measures it.
 
-    Args:
-        log_probs_a, log_probs_b: [B, S-1], as the result, whose slots depend on their own alone.
-        use_absolute_kl: "abs" if True, else "k1"; ignored if `estimator` is given. The default is
-            that of NeMo-Aligner's function, not that of the configuration.
-        estimator: one of `KL_ESTIMATORS`, else `ValueError`.
+    All tensors are [B, S-1]. `estimator`: one of `KL_ESTIMATORS`, else `ValueError`; None: "abs"
+    or "k1" by `use_absolute_kl`, whose default is NeMo-Aligner's, not the configuration's.
     """
     estimator = name_kl_estimator(use_absolute_kl, estimator)
     k1 = log_probs_a - log_probs_b
@@ -89,17 +83,17 @@ class FixedKLController:
         return {}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Does nothing; see `state_dict`."""
+        """See `state_dict`."""
 
 
 class AdaptiveKLController:
     """Steers the coefficient beta (`value`) of the KL penalty towards a target KL (Ziegler et al.
-    2019, arXiv:1909.08593, 2.2); there n / horizon is K_beta = 0.1.
+    2019, arXiv:1909.08593, 2.2; there n / horizon is K_beta = 0.1). Every rank has one and updates
+    it with equal numbers. `ValueError`: a value that is not above 0.
 
         e = clip(KL / target - 1, -0.2, 0.2),    beta <- beta * (1 + e * n / horizon)
 
-    Every rank has one and updates it with equal numbers. `target` is the KL per *sample*, summed
-    over its tokens, in nats; `horizon` counts samples. `ValueError`: a value that is not above 0.
+    `target` is the KL per *sample*, summed over its tokens, in nats; `horizon` counts samples.
     """
 
     def __init__(self, init_kl_coef: float, target: float, horizon: float):
@@ -112,9 +106,8 @@ class AdaptiveKLController:
         self.horizon = float(horizon)
 
     def update(self, kl: float, num_samples: int) -> float:
-        """Adapt to the `kl` of a rollout of `num_samples` (means and numbers over all ranks);
-        returns the new `value`. `ValueError`: `kl` is not finite, or so many samples that beta
-        could turn negative.
+        """Adapt to the `kl` of a rollout (means and numbers over all ranks); returns the new
+        `value`. `ValueError`: `kl` is not finite, or beta could turn negative.
         """
         if not math.isfinite(kl):
             raise ValueError(f"the KL to the reference is {kl}: its coefficient cannot be adapted")

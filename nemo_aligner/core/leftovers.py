@@ -2,14 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Temporary folders and shared memory of this process; what killed processes left is removed.
 
-A process that ends in order removes its own. One that is killed cannot, so each writes the paths
-to a record before it creates them, and holds a lock on the record as long as it lives. The first
-path that a process claims, and the start of each job, makes it look for records that nobody
-holds: what these name is removed, then they are.
+Each process notes the paths in a record before it creates them, and holds a lock on the record
+while it lives. The first path that a process claims, and the start of each job, makes it look for
+records that nobody holds, and remove what they name.
 
-The records lie in a folder that only this user can write. Names hold 64 random bits, so that a
-path is never somebody else's; a path that is a link or of another user stays. Where there can be
-no such folder nothing is recorded, and nothing removed.
+The records lie in a folder that only this user can write; without one nothing is recorded or
+removed. Names hold 64 random bits; a path that is a link or of another user stays.
 """
 
 import atexit
@@ -52,9 +50,8 @@ def shared_memory_prefix() -> str:
 
 
 def claim(folder: Path, prefix: str, token: str | None = None) -> Path:
-    """Return a path for something temporary, which the caller creates, after noting it. `prefix`:
-    lower-case letters and underscores; `token`: 16 hexadecimal digits that several processes
-    agreed on, None: new ones.
+    """Note, and return, a path for something temporary that the caller creates. `prefix`:
+    lower-case letters and underscores; `token`: 16 hexadecimal digits that processes agreed on.
     """
     global _record
     path = folder.absolute() / f"{prefix}{token or secrets.token_hex(8)}"
@@ -73,8 +70,8 @@ def claim(folder: Path, prefix: str, token: str | None = None) -> Path:
 
 
 def token_of_machine(token: str) -> str:
-    """16 hexadecimal digits from those that the ranks agreed on, other ones on each machine: they
-    may share the folder of what is temporary.
+    """16 hexadecimal digits from those of all ranks, others on each machine: they may share a
+    folder.
     """
     boot = ""
     with contextlib.suppress(OSError):
@@ -110,7 +107,6 @@ def _records() -> Iterator[int]:
 
 
 def _new_record(records: int) -> int:
-    """Descriptor of the record of this process, which holds it until it ends."""
     global _record_name
     while True:
         _record_name = secrets.token_hex(8)
@@ -134,7 +130,6 @@ def _end(owner: int) -> None:
 
 
 def _sweep(records: int, name: str) -> None:
-    """Remove what a record names, and the record, unless its process lives."""
     record = os.open(name, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=records)
     try:
         fcntl.flock(record, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -11,9 +11,8 @@ gets a micro-batch with its part of `weights` and returns a *partial sum*, and s
 Summed over micro-batches and data-parallel ranks they give the value, and the gradient, of the
 global batch, whatever the split.
 
-Shapes: per-transition tensors are [B, S-1] (see `nemo_aligner.core.types`), pairs are [B],
-attributes of a regression reward model [B, A]. A slot of weight 0 may hold NaN: it changes neither
-values nor gradients.
+Shapes: [B, S-1] per transition (see `nemo_aligner.core.types`), [B] pairs, [B, A] attributes of a
+regression reward model. A slot of weight 0 may hold NaN: it changes neither values nor gradients.
 """
 
 from collections.abc import Callable
@@ -49,10 +48,9 @@ def loss_weights(
         reduction: "token": mean over all counting slots of the global batch. "sequence": mean over
             samples of their own means; samples without a counting slot are left out. "constant":
             mean over all samples of their sums, divided by `longest`, the tokens that a response
-            can have (Liu et al. 2025, arXiv:2503.20783, Dr. GRPO: none counts less for its
-            length). "microbatch": mean over micro-batches, of `micro_batch_size` samples, of their
-            means (0 for an empty one), which depends on the split; kept to compare with
-            NeMo-Aligner.
+            can have (Liu et al. 2025, arXiv:2503.20783, Dr. GRPO). "microbatch", to compare with
+            NeMo-Aligner: mean over micro-batches, of `micro_batch_size` samples, of their means (0
+            for an empty one), which depends on the split.
         sum_over_dp: sums a tensor over the data-parallel ranks, all of which call this function.
     """
     keep = mask != 0
@@ -88,9 +86,7 @@ def loss_weights(
 def loss_count(
     mask: Tensor, reduction: str = "token", micro_batch_size: int | None = None
 ) -> float:
-    """How many slots, samples or micro-batches of this rank `loss_weights` averages over, for
-    means of several global batches; arguments as there.
-    """
+    """How many slots, samples or micro-batches of this rank `loss_weights` averages over."""
     keep = mask != 0
     if reduction == "token":
         return float(keep.sum())
@@ -104,9 +100,7 @@ def loss_count(
 
 
 def kept(values: Tensor, weights: Tensor) -> Tensor:
-    """float32 `values` where the weight is not 0, else 0. A selection, not a product: 0 * NaN is
-    NaN, in the backward pass too.
-    """
+    """float32 `values` where the weight is not 0, else 0 (0 * NaN is NaN, backward too)."""
     return torch.where(weights != 0, values.float(), 0.0)
 
 
@@ -130,9 +124,7 @@ def ppo_actor_loss(
     metric_weights: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Clipped surrogate of PPO (Schulman et al. 2017, arXiv:1707.06347, eq. 7), minus an entropy
-    bonus (eq. 9).
-
-    With rho = exp(logprobs - prev_logprobs), per slot:
+    bonus (eq. 9). With rho = exp(logprobs - prev_logprobs), per slot:
 
         surrogate = max(-A rho, -A clamp(rho, 1-eps, 1+eps))     with policy_loss "clip"
         surrogate = min(surrogate, -A c)                         with dual_clip c, where A < 0
@@ -143,31 +135,28 @@ def ppo_actor_loss(
     (Shao et al. 2024, arXiv:2402.03300, eq. 3 and 4) is differentiated through its estimator;
     `kl.calculate_kl_penalty` describes the resulting gradient.
 
-    Args (tensors are [B, S-1]):
+    Args (tensors are [B, S-1], `weights` from `loss_weights`):
         logprobs: of the policy in training; carries the gradient, as `entropy` does.
-        prev_logprobs, ref_logprobs: of the policy that generated, and of the reference, which is
-            needed when `kl_loss_coef` is not 0.
-        weights: from `loss_weights`.
+        prev_logprobs: of the policy that generated.
+        ref_logprobs: of the reference; needed when `kl_loss_coef` is not 0.
         ratio_eps, ratio_eps_high: clip range; None: its upper side is `ratio_eps` too.
         policy_loss, kl_loss_estimator: one of `surrogates.SURROGATES`, of `kl.KL_ESTIMATORS`.
         dual_clip: c > 1, or None: off.
         entropy: per slot; needed when `entropy_bonus` is not 0, otherwise only reported.
         surrogate_of: `(logprobs, prev_logprobs, advantages, mask) -> [B, S-1]`, in place of the
             surrogate; `mask` is 1 where a slot counts.
-        old_kl_coefs: None: 0; adds coef * |log rho| to the loss of a token (KL-Cov, Cui et al.
-            2025, arXiv:2505.22617).
-        metric_weights: of the means among the metrics, for `weights` that do not add up to 1 (of
-            "constant"); None: `weights`.
+        old_kl_coefs: adds coef * |log rho| to the loss of a token (KL-Cov, Cui et al. 2025,
+            arXiv:2505.22617).
+        metric_weights: of the means among the metrics, where `weights` do not add up to 1.
 
     Returns:
         Partial sums: the loss, and the metrics, which are weighted means. `loss`; `ppo_ratio` and,
         if the range is one of rho, `ppo_ratio_clamped`; `ppo_clip_fraction` (share of slots whose
         gradient the clip removes: the ratio is outside the range on the side that the advantage
-        pushes to; 0 for a `policy_loss` that removes none); `approx_kl` (KL of the policy that
-        generated to the one in training, estimator k3); `scaled_entropy` (bonus times mean
-        entropy); with `dual_clip`, `dual_clip_fraction` (share of slots whose gradient it
-        removes); with `kl_loss_coef`, `kl_loss` (the mean estimate, without the coefficient); with
-        `entropy`, `entropy`.
+        pushes to); `approx_kl` (KL of the policy that generated to the one in training, estimator
+        k3); `scaled_entropy` (bonus times mean entropy); with `dual_clip`, `dual_clip_fraction`
+        (share of slots whose gradient it removes); with `kl_loss_coef`, `kl_loss` (the mean
+        estimate, without the coefficient); with `entropy`, `entropy`.
 
     Raises:
         ValueError: a tensor that a coefficient needs is missing, `dual_clip` is not above 1 or
@@ -242,11 +231,9 @@ def reinforce_loss(
     *, logprobs: Tensor, advantages: Tensor, weights: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """REINFORCE (Williams 1992, https://doi.org/10.1007/BF00992696, eq. 11; for language models
-    Ahmadian et al. 2024, arXiv:2402.14740, eq. 6): -advantage * log pi(token), all [B, S-1].
-    Returns partial sums: the loss and the metric `loss`.
-
-    It has no importance ratio: the gradient is that of the expected reward only for the policy
-    that wrote the responses.
+    Ahmadian et al. 2024, arXiv:2402.14740, eq. 6): -advantage * log pi(token), all [B, S-1]. There
+    is no importance ratio: the gradient is the expected reward's only for the policy that wrote
+    the responses. Returns partial sums: the loss and the metric `loss`.
     """
     loss = -(weights * kept(advantages, weights) * kept(logprobs, weights)).sum()
     return loss, {"loss": loss.detach()}
@@ -266,10 +253,8 @@ def ppo_critic_loss(
         v_clipped = prev + clamp(v - prev, -clip, clip)
         loss = 0.5 * max((v_clipped - ret)^2, (v - ret)^2)
 
-    Returns:
-        Partial sums: the loss, and metrics `loss` and `value_clip_fraction` (share of slots whose
-        gradient the clip removes, because the clipped value is the worse one). The explained
-        variance is in `core/metrics.py`.
+    Returns partial sums: the loss, and metrics `loss` and `value_clip_fraction` (share of slots
+    whose gradient the clip removes, because the clipped value is the worse one).
     """
     values, prev_values, returns = (kept(x, weights) for x in (values, prev_values, returns))
     error = (values - returns).square()
@@ -285,9 +270,7 @@ def ppo_critic_loss(
 
 
 def sft_loss(*, logprobs: Tensor, weights: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """Negative log-likelihood of the weighted tokens [B, S-1] (supervised fine-tuning, and the
-    selected samples of rejection sampling). Returns partial sums: the loss and the metric `loss`.
-    """
+    """Negative log-likelihood of tokens [B, S-1]. Returns partial sums: loss, metric `loss`."""
     loss = -(weights * kept(logprobs, weights)).sum()
     return loss, {"loss": loss.detach()}
 
@@ -311,12 +294,8 @@ def preference_loss(
         weights: [B], from `loss_weights`. A pair of margin 0 counts in their mean.
         margins: [B], at least 0: how much better the chosen sample is.
 
-    Returns:
-        Partial sums: the loss, and metrics `loss` and `acc` (share of pairs in the right order,
-        whatever the margin; a tie is not).
-
-    Raises:
-        ValueError: an unknown `loss_func`, or one that lacks its margins.
+    Returns partial sums: the loss, and metrics `loss` and `acc` (share of pairs in the right
+    order, whatever the margin; a tie is not). `ValueError`: an unknown loss, or no margins.
     """
     if loss_func not in PREFERENCE_LOSSES:
         raise ValueError(
@@ -339,10 +318,9 @@ def preference_loss(
 def regression_loss(
     *, predictions: Tensor, labels: Tensor, weights: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Mean squared error of the attributes (Wang et al. 2024, arXiv:2406.08673), all [B, A], over
-    the labels that count: `weights` are 0 where there is none. Returns partial sums: the loss and
-    the metric `loss`. `ValueError`: the shapes differ; broadcasting would compare one attribute
-    with another.
+    """Mean squared error of the attributes (Wang et al. 2024, arXiv:2406.08673), all [B, A];
+    `weights` are 0 where there is no label. Returns partial sums: the loss and the metric `loss`.
+    `ValueError`: the shapes differ; broadcasting would compare one attribute with another.
     """
     if not predictions.shape == labels.shape == weights.shape:
         raise ValueError(
@@ -359,9 +337,7 @@ def _count(keep: Tensor, dim: int) -> Tensor:
 
 
 def calculate_entropy(log_probs: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Mean entropy, over all slots or those of `mask` [B, S], of normalised `log_probs` [B, S, V];
-    -inf is a probability of 0.
-    """
+    """Mean entropy over all slots or those of `mask` [B, S]; normalised `log_probs` [B, S, V]."""
     finite = torch.where(log_probs == -torch.inf, 0.0, log_probs)
     entropy = -(log_probs.exp() * finite).sum(-1)
     return entropy.mean() if mask is None else masked_mean(entropy, mask)

@@ -2,9 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which slots belong to the response, and statistics over exactly these slots. No ranks.
 
-Shapes: `[B, S-1]` is per transition, column t predicts token t+1 (`nemo_aligner.core.types` has a
-worked picture). A mask is non-zero (or True) where a slot counts; elsewhere a tensor may hold
-anything, NaN included.
+Shapes: `[B, S-1]` is per transition, column t predicts token t+1 (see `nemo_aligner.core.types`).
+A mask is non-zero where a slot counts; elsewhere a tensor may hold anything, NaN included.
 """
 
 from collections.abc import Callable
@@ -14,9 +13,8 @@ from torch import Tensor
 
 
 def create_mask(values: Tensor, prompt_lengths: Tensor, response_lengths: Tensor) -> Tensor:
-    """Mask of the response's transitions: 1 on columns [P-1, R-1), which is R-P ones; shape [B,
-    S-1], dtype and device of `values`. `prompt_lengths`, `response_lengths`: int [B], P and R (in
-    all).
+    """Mask [B, S-1] of the response's transitions: 1 on columns [P-1, R-1), which is R-P ones;
+    dtype and device of `values`. `prompt_lengths`, `response_lengths`: int [B], P and R (in all).
     """
     column = torch.arange(values.shape[1], device=values.device)
     start = prompt_lengths.to(values.device).reshape(-1, 1) - 1
@@ -26,10 +24,8 @@ def create_mask(values: Tensor, prompt_lengths: Tensor, response_lengths: Tensor
 
 def counted_lengths(weights: Tensor, width: int) -> Tensor:
     """How many tokens of each sample its counting slots depend on: int64 [B], from 1 (2 with S-1
-    columns) to S (`width`); the least where no slot counts.
-
-    With S = 6 and a last counting column 2 of [B, S-1], these are the tokens 0 to 3: column 2
-    predicts token 3. `weights` are [B, S-1] or [B, S] (column t predicts a label of its own).
+    columns) to S (`width`); the least where no slot counts. `weights` are [B, S-1] or [B, S]
+    (column t predicts its own label): a last counting column 2 of [B, S-1] means tokens 0 to 3.
     """
     column = torch.arange(weights.shape[1], device=weights.device)
     last = torch.where(weights != 0, column, 0).amax(1)
@@ -37,9 +33,7 @@ def counted_lengths(weights: Tensor, width: int) -> Tensor:
 
 
 def lengths_before(padding_id: int | None, tokens: Tensor, lengths: Tensor) -> Tensor:
-    """The `lengths` int64 [N] of samples `tokens` [N, S] without `padding_id` (None: whole) at
-    their ends: int64 [N], at least 1.
-    """
+    """`lengths` int64 [N] of `tokens` [N, S] without `padding_id` at the end; at least 1."""
     if padding_id is None:
         return lengths
     column = torch.arange(tokens.size(1), device=tokens.device)
@@ -66,9 +60,7 @@ def masked_sum(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
 
 
 def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
-    """Mean of `values` where `mask` (same shape) is non-zero, over all of it or along `dim`; 0 if
-    no slot counts.
-    """
+    """Mean where `mask` (same shape) is non-zero, of all or along `dim`; 0 if no slot counts."""
     keep = mask != 0
     kept = torch.where(keep, values, 0)
     if dim is None:
@@ -77,9 +69,7 @@ def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
 
 
 def masked_std(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
-    """Standard deviation (Bessel-corrected) where `mask` is non-zero, over all of it or along
-    `dim`; 0 for fewer than two values.
-    """
+    """Standard deviation (Bessel-corrected) as `masked_mean`; 0 for fewer than two values."""
     keep = mask != 0
     if dim is None:
         return masked_std(values.flatten(), keep.flatten(), 0)
@@ -113,9 +103,8 @@ def whiten(
     """(x - mean) / sqrt(var + 1e-8) with `masked_mean_var`, plus the mean again unless
     `shift_mean`; 0 outside the mask. All ranks call it.
 
-    Token rewards are whitened without shifting their mean: a reward that moves with the others of
-    its batch would no longer say what is good (TRL does the same, with the Bessel-corrected
-    variance).
+    Token rewards keep their mean: a reward that moves with the others of its batch would no longer
+    say what is good (TRL does the same, with the Bessel-corrected variance).
     """
     mean, var = masked_mean_var(values, mask, sum_over_dp)
     whitened = (values.double() - mean) * torch.rsqrt(var + 1e-8)

@@ -1,11 +1,8 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
 """Metrics that are not means, computed from moments, which are: correlation of predictions and
-labels, explained variance.
-
-The correlation over a data set is not the mean of the correlations of its batches. Its moments
-(weighted sums of x, y, x^2, ...) are, so they are summed over micro-batches and ranks and averaged
-over batches as the loss is, and turned into the correlation at the very end.
+labels, explained variance. The moments (weighted sums of x, y, x^2, ...) are summed over
+micro-batches and ranks and averaged over batches as the loss is; the metric comes last.
 
 Notation: B samples, A attributes (numbers predicted for a sample), S padded length.
 """
@@ -20,10 +17,9 @@ _NO_VARIANCE = 1e-12
 
 
 def correlation_moments(*, predictions: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
-    """Weighted sums over the samples, from which `correlations_from_moments` computes: float64
-    [6, A], of 1, x, x^2, x y, y and y^2, with x the predictions and y the labels, [B, A] as the
-    weights. float32 would lose the small variance of large numbers. Where weights are 0 both may
-    be NaN.
+    """float64 [6, A] for `correlations_from_moments`: sums over the samples, weighted [B, A], of
+    1, x, x^2, x y, y and y^2, with x the predictions and y the labels [B, A]. float32 would lose
+    the small variance of large numbers. Where weights are 0 both may be NaN.
     """
     keep = weights != 0
     x, y = (torch.where(keep, values.detach().double(), 0.0) for values in (predictions, labels))
@@ -32,13 +28,9 @@ def correlation_moments(*, predictions: Tensor, labels: Tensor, weights: Tensor)
 
 
 def correlations_from_moments(moments: Tensor) -> dict[str, float]:
-    """Pearson's correlation of predictions and labels, from sums or means of
-    `correlation_moments`.
-
-    Returns:
-        `correlation`: that of the only attribute, or the mean over several, which are then given
-        as `correlation_<attribute>` too. An attribute whose predictions or labels do not vary has
-        no correlation and no key. NaN where a prediction is not finite.
+    """Pearson's correlation, from sums or means of `correlation_moments`: `correlation` of the
+    only attribute, or the mean over several, which then have `correlation_<attribute>` too. No key
+    for an attribute whose predictions or labels do not vary; NaN where a prediction is not finite.
     """
     by_attribute = {
         attribute: value
@@ -66,9 +58,8 @@ def _pearson(n: float, x: float, xx: float, xy: float, y: float, yy: float) -> f
 
 
 def explained_variance_moments(*, values: Tensor, returns: Tensor, weights: Tensor) -> Tensor:
-    """Weighted sums, float64 [5], from which `explained_variance_from_moments` computes: of e,
-    e^2, 1, r and r^2, with r the `returns` [B, S-1] and e = returns - values the critic's errors.
-    Where weights are 0 both may be NaN.
+    """float64 [5] for `explained_variance_from_moments`: weighted sums of e, e^2, 1, r and r^2,
+    with r the `returns` [B, S-1] and e = returns - values. Where weights are 0 both may be NaN.
     """
     keep = weights != 0
     v, r = (torch.where(keep, x.detach().double(), 0.0) for x in (values, returns))
@@ -81,8 +72,7 @@ def explained_variance_moments(*, values: Tensor, returns: Tensor, weights: Tens
 def explained_variance_from_moments(moments: Tensor) -> dict[str, float]:
     """`explained_variance` = 1 - Var(returns - values) / Var(returns), from sums of
     `explained_variance_moments`; no key where the returns do not vary, NaN where a number is not
-    finite. 1: the critic knows the returns up to a constant; 0: it predicts no better than a
-    constant; below 0: worse than that.
+    finite. 1: the critic knows the returns up to a constant; 0: it is as good as a constant.
     """
     e, ee, n, r, rr = moments.tolist()
     if n <= 0:

@@ -1,8 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The losses of a policy that learns from judged responses directly, without a reward model: from
-preference pairs (DPO, IPO, RPO), from single responses (KTO) and from attributes (SteerLM 2.0);
-and what is reported of them. Pure functions in the convention of `core/losses.py`: partial sums.
+"""The losses of a policy that learns from judged responses: preference pairs (DPO, IPO, RPO),
+single responses (KTO) or attributes (SteerLM 2.0). Partial sums, as in `core/losses.py`.
 
 Shapes: B pairs, samples or prompts; the 2B samples of pairs stand in one tensor `[2B, S-1]`, rows
 2b and 2b+1 are the chosen and the rejected sample of pair b. Slots outside the mask and rows of
@@ -22,9 +21,7 @@ from nemo_aligner.core.masks import masked_mean, masked_sum
 
 
 def interleave(chosen: Tensor, rejected: Tensor) -> Tensor:
-    """[2B, ...]: the samples of a pair next to each other, so that micro-batches hold whole
-    pairs.
-    """
+    """[2B, ...]: the samples of a pair side by side, so that micro-batches hold whole pairs."""
     return torch.stack([chosen, rejected], dim=1).flatten(0, 1)
 
 
@@ -45,15 +42,14 @@ def dpo_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Preference loss of pairs, plus the negative log-likelihood of the chosen responses.
 
-    The implicit reward of a sample is r = log pi(response) - log pi_ref(response), a sum over the
-    tokens of the response, or with `average_log_probs` their mean. `pair_losses` has the losses of
-    the difference of a pair.
-
         loss = preference_loss_weight * preference_loss - sft_loss_weight * log pi(chosen)
 
+    The implicit reward of a sample is r = log pi(response) - log pi_ref(response), a sum over the
+    tokens of the response, or with `average_log_probs` their mean; see `pair_losses`.
+
     Args:
-        logprobs, ref_logprobs: [2B, S-1], of the policy in training, which carries the gradient,
-            and of the reference.
+        logprobs: [2B, S-1], of the policy in training; carries the gradient.
+        ref_logprobs: [2B, S-1], of the reference.
         mask: [2B, S-1], non-zero on the tokens of the responses.
         weights: [B], from `losses.loss_weights`.
         beta, preference_loss, label_smoothing, reward_gaps: see `pair_losses`.
@@ -102,9 +98,7 @@ def dpo_loss(
 
 
 def likelihood_fall(gain_chosen: float, gain_rejected: float) -> float:
-    """What chosen and rejected responses have both lost of the log-prob that the reference gives
-    them, in nats per response: at least 0.
-    """
+    """Nats per response that both kinds have lost against the reference: at least 0."""
     return max(0.0, -max(gain_chosen, gain_rejected))
 
 
@@ -165,9 +159,7 @@ def reward_sums(chosen: Tensor, rejected: Tensor, weights: Tensor) -> dict[str, 
 
 
 def reward_statistics(metrics: dict[str, float]) -> None:
-    """Replace the mean square of `reward_sums`, summed over the global batch, by the mean
-    `rewards_all_mean` and the standard deviation `rewards_all_std` of all samples.
-    """
+    """Replace the mean square of `reward_sums` by `rewards_all_mean` and `rewards_all_std`."""
     both = metrics["rewards_chosen_mean"] + metrics["rewards_rejected_mean"]
     _mean_and_deviation(metrics, both / 2)
 
@@ -190,10 +182,8 @@ def log_ratios(
     average_log_probs: bool = False,
 ) -> Tensor:
     """float32 `[B]`: r = log pi(response) - log pi_ref(response), a sum over the tokens of the
-    response, or with `average_log_probs` their mean; 0 for a sample of weight 0.
-
-    `logprobs` are of the policy in training, `mask` `[B, S-1]` is non-zero on the tokens of the
-    responses, `weights` `[B]` are from `losses.loss_weights`.
+    response, or with `average_log_probs` their mean; 0 for a sample of weight 0. `mask` `[B, S-1]`
+    is non-zero on the tokens of the responses, `weights` `[B]` are from `losses.loss_weights`.
     """
     return _of_responses(logprobs - ref_logprobs, mask, weights, average_log_probs)
 
@@ -220,7 +210,6 @@ def kto_loss(
     sft_average_log_probs: bool = False,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Preference loss of samples, plus the negative log-likelihood of the desirable responses.
-
     With r from `log_ratios`, z the reference point and s the logistic function, a sample costs
 
         desirable      desirable_loss_weight * (1 - s(beta (r - z)))
@@ -237,10 +226,9 @@ def kto_loss(
             reference on responses to other prompts (`average_log_probs` as here).
         sft_average_log_probs: log pi(response) is a mean over tokens.
 
-    Returns:
-        Partial sums: the loss, and means over all samples: `loss`, `preference_loss`, `sft_loss`
-        (both without their weights), `acc` (share of samples on their side of z; none is on it),
-        and the sums that `kto_statistics` needs.
+    Returns partial sums: the loss, and means over all samples: `loss`, `preference_loss`,
+    `sft_loss` (both without their weights), `acc` (share of samples on their side of z; none is on
+    it), and the sums that `kto_statistics` needs.
     """
     ratios = _of_responses(logprobs - ref_logprobs, mask, weights, average_log_probs)
     good = desirable != 0
@@ -274,8 +262,7 @@ def kto_loss(
 def kto_statistics(metrics: dict[str, float]) -> dict[str, float]:
     """Metrics to report, from those of `kto_loss` averaged over batches: means over the desirable
     and over the undesirable samples (`rewards_chosen_mean`, `logprobs_rejected_mean`, ...), absent
-    where there are none; `rewards_margin`, their difference, and `likelihood_fall`;
-    `rewards_all_mean` and `rewards_all_std` of all samples.
+    where there are none; `rewards_margin`; `likelihood_fall`; `rewards_all_mean`, `_std`.
     """
     metrics = dict(metrics)
     good, bad = metrics["desirable_fraction"], metrics.pop("undesirable_fraction")
@@ -301,8 +288,7 @@ def kto_statistics(metrics: dict[str, float]) -> dict[str, float]:
 class PromptWeights(NamedTuple):
     """What a batch of prompts gives."""
 
-    # float64 `[B]`, the divergence of each prompt divided by the mean number of tokens of its
-    # responses; 0 if none counts
+    # float64 `[B]`: divergence by the mean tokens of a prompt's responses; 0 if none counts
     losses: Tensor
     divergences: Tensor  # float64 `[B]`, without that division
     # float32 `[B, n]`, c_i such that sum_i c_i * log Q(y_i|a,x) has the gradient of `losses`; 0
@@ -311,9 +297,7 @@ class PromptWeights(NamedTuple):
 
 
 def target_weights(log_p_attributes: Tensor, log_p_response: Tensor, log_q: Tensor) -> Tensor:
-    """w of the module docstring, float64 `[..., n]`, from log P(a|x,y), log P(y|x) and log
-    Q'(y|a,x) of that shape.
-    """
+    """float64 `[..., n]`: softmax over n of log P(a|x,y) + log P(y|x) - log Q'(y|a,x)."""
     return torch.softmax((log_p_attributes.double() + log_p_response - log_q), -1)
 
 

@@ -1,9 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Names of NeMo-Aligner that have lost their meaning: what they were, and what takes their place.
-
-The names can still be imported, with a warning, because a script may import what it never uses.
-Using one is an error that says what to do.
+"""Names of NeMo-Aligner that have lost their meaning. They can still be imported, with a warning,
+because a script may import what it never uses. Using one is an error that says what to do.
 """
 
 import warnings

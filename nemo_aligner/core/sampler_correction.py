@@ -2,9 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Importance weights for samples of an engine that gives tokens other probabilities than the
 trainer does: truncated (Yao et al. 2025, https://fengyao.notion.site/off-policy-rl), and left out
-beyond a range (Ling Team 2025, "IcePop", arXiv:2510.18855). Pure functions.
-
-Shapes: B samples, S padded length; tensors per transition are [B, S-1].
+beyond a range (Ling Team 2025, "IcePop", arXiv:2510.18855). Transitions are [B, S-1].
 """
 
 from dataclasses import dataclass
@@ -14,16 +12,14 @@ from torch import Tensor
 
 from nemo_aligner.core.surrogates import bounded_exp
 
-# Log-probs of one token that differ by less differ by the rounding of float32. They count as
-# equal, so that a sampler that is the trainer's own model changes no bit.
+# A smaller difference of one token's log-probs is rounding of float32 and counts as none, so that
+# a sampler that is the trainer's own model changes no bit.
 ROUNDING = 1e-4
 
 
 @dataclass(frozen=True)
 class SamplerCorrection:
-    """The keys of `trainer.ppo.sampler_correction`. A level is one of
-    `estimators.CORRECTION_LEVELS`, or None: off.
-    """
+    """The keys of `trainer.ppo.sampler_correction`. Levels: `CORRECTION_LEVELS`; None: off."""
 
     weights: str | None  # level of the importance weights
     cap: float  # of a weight
@@ -49,9 +45,8 @@ def importance_ratios(log_ratio: Tensor, mask: Tensor, level: str) -> Tensor:
 def correction_factors(
     log_ratio: Tensor, mask: Tensor, settings: SamplerCorrection
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """What the advantages are multiplied with, [B, S-1], min(weight, cap) or 0 where the ratio is
-    out of range; and by name where it is so, for metrics: bool [B, S-1]. Arguments as of
-    `importance_ratios`.
+    """What the advantages are multiplied with, [B, S-1]: min(weight, cap), or 0 where the ratio is
+    out of range; and by name where it is so, for metrics: bool [B, S-1].
     """
     factors, where = torch.ones_like(log_ratio), {}
     if settings.weights is not None:

@@ -1,8 +1,6 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Signals as bytes in a pipe, which a thread reads: the main thread may be in a collective that
-never ends.
-"""
+"""Signals as bytes in a pipe, which a thread reads: the main thread may be in a collective."""
 
 import contextlib
 import os
@@ -22,11 +20,9 @@ def caught(
 ) -> Iterator[int]:
     """Yield the end of a pipe from which the numbers of these signals can be read. They do nothing
     else inside; a Ctrl-C that a shell keeps from jobs in its background stays ignored. Outside of
-    the main thread no signal is caught or ignored. Processes that start inside ignore `ignored`,
-    too. `restore` is asked at the end; False leaves the signals without any effect.
-
-    A process that is forked inside is ended by SIGTERM and ignores the others: one to the whole
-    process group asks this process.
+    the main thread no signal is caught or ignored. Processes that start inside ignore `ignored`
+    too. `restore` is asked at the end; False leaves the signals without any effect. A process that
+    is forked inside is ended by SIGTERM and ignores the others.
     """
     global _caught
     read_end, write_end = os.pipe()
@@ -56,9 +52,7 @@ def caught(
 
 
 def _before_fork() -> None:
-    """Hold back what reaches the child before `_in_child`: its pipe is the parent's until then, so
-    it would count as a signal to the parent.
-    """
+    """Hold back what reaches the child before `_in_child`: its pipe is still the parent's."""
     if _caught:
         _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, _caught)
 

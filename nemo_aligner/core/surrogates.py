@@ -55,9 +55,7 @@ def gspo_surrogate(tokens: Tokens) -> tuple[Tensor, Tensor]:
 
 
 def cispo_surrogate(tokens: Tokens) -> tuple[Tensor, Tensor]:
-    """-sg[clip(rho)] A logprobs: MiniMax 2025 (CISPO), arXiv:2506.13585, eq. 4 and 5. Every token
-    keeps a gradient.
-    """
+    """-sg[clip(rho)] A logprobs: MiniMax 2025, arXiv:2506.13585, eq. 4 and 5. Cuts no gradient."""
     weights = tokens.rho.detach().clamp(1.0 - tokens.low, 1.0 + tokens.high)
     return -weights * tokens.advantages * tokens.logprobs, _nowhere(tokens)
 

@@ -1,10 +1,6 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Small helpers over tensors and dicts of them, by NeMo-Aligner's names, and the random streams of
-samples.
-
-Shapes: B samples, S positions, V vocabulary.
-"""
+"""Helpers over tensors and dicts of them, by NeMo-Aligner's names, and samples' random streams."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -21,9 +17,8 @@ def calculate_response_lengths(tokens: Tensor, eos_id: int) -> Tensor:
 
 
 def select_log_probs(full_log_probs: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-prob of each next token [B, S-1], and the distributions that it is taken from
-    [B, S-1, V]: of `full_log_probs` [B, S, V], column t over the token t+1; the last one predicts
-    nothing. `indices` int64 [B, S]: the tokens.
+    """Log-prob of each next token [B, S-1], and the distributions it is taken from [B, S-1, V], of
+    `full_log_probs` [B, S, V]: column t over the token t+1 of `indices` int64 [B, S].
     """
     distributions = full_log_probs[:, :-1].contiguous()
     chosen = distributions.gather(-1, indices[:, 1:, None])
@@ -33,9 +28,7 @@ def select_log_probs(full_log_probs: Tensor, indices: Tensor) -> tuple[Tensor, T
 def batch_pad_to_fixed_len(
     batch: Sequence[Tensor], max_batch_len: int, pad_token: float
 ) -> Tensor:
-    """[B, max_batch_len] from B tensors of one dimension, filled up with `pad_token`; `UserError`:
-    one of them is longer.
-    """
+    """[B, max_batch_len] from B tensors [n], padded by `pad_token`; `UserError`: too long."""
     longest = max(map(len, batch))
     if longest > max_batch_len:
         raise UserError(f"a sequence of {longest} does not fit into max_batch_len={max_batch_len}")
@@ -71,9 +64,7 @@ def cpu_dict(dictionary: Mapping[str, Any]) -> dict[str, Any]:
 def append_and_repad_list(
     list_of_items: Sequence[int], item_to_append: int, pad_id: int
 ) -> list[int]:
-    """The items that are not `pad_id`, then `item_to_append`, filled up with `pad_id` to one more
-    than there were.
-    """
+    """The items but `pad_id`, then `item_to_append`, then `pad_id` up to one more than before."""
     items = [item for item in list_of_items if item != pad_id] + [item_to_append]
     return items + [pad_id] * (len(list_of_items) + 1 - len(items))
 
@@ -83,8 +74,7 @@ def append_and_repad_list(
 
 def sample_seeds(seed: int, step: int, idx: Tensor) -> Tensor:
     """A seed int64 [B], in [0, 2**63), for each sample's own random stream, from (seed of the run,
-    step, `idx` int64 [B] in the data set) alone: a response does not depend on the rank, batch or
-    place in which it is generated, and a prompt that comes back gets another one.
+    step, `idx` int64 [B] in the data set) alone: not from the rank, batch or place of the sample.
     """
     state = torch.full_like(idx, seed, dtype=torch.int64)
     state = _splitmix64(_splitmix64(state) + step)

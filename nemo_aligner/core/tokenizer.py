@@ -37,9 +37,8 @@ class Tokenizer(Protocol):
 
 
 def begins_with_bos(tokenizer: Tokenizer, asked: bool | None, key: str = "add_bos") -> bool:
-    """Whether plain texts begin with bos: `asked`, the value of `key`, or if it is None what the
-    tokenizer itself does (those of Hugging Face may put it; others leave it to their callers).
-    `UserError`: it is asked for, and the tokenizer has none.
+    """Whether plain texts begin with bos: `asked`, the value of `key`, or if it is None what a
+    Hugging Face tokenizer does itself (others: no). `UserError`: there is none to put.
     """
     if asked and tokenizer.bos_id is None:
         raise UserError(f"{key}=True, but the tokenizer has no bos token; set it to null.")
@@ -62,9 +61,7 @@ def end_ids(tokenizer: Tokenizer) -> list[int]:
 
 
 def set_end_ids(tokenizer: Any, ids: Sequence[int]) -> None:
-    """Let those of `ids` (`model.tokenizer.end_token_ids`) that it has end a response too;
-    `ConfigError`: they are no list of ids.
-    """
+    """Let those of `ids` that `tokenizer` has end responses too; `ConfigError`: no list of ids."""
     if not isinstance(ids, Sequence) or not all(type(id_) is int and id_ >= 0 for id_ in ids):
         raise ConfigError(
             f"model.tokenizer.end_token_ids={ids!r} must be a list of token ids, such as [2, 7]."
@@ -74,9 +71,7 @@ def set_end_ids(tokenizer: Any, ids: Sequence[int]) -> None:
 
 
 def response_text(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
-    """The text of a response: without its end token, and without special tokens where a Hugging
-    Face tokenizer decodes.
-    """
+    """The text of a response without its end token (Hugging Face: without special tokens)."""
     ids = list(ids)
     if ids and ids[-1] in end_ids(tokenizer):
         ids.pop()
@@ -90,7 +85,6 @@ def keep_special_tokens(tokenizer: Tokenizer) -> dict[str, bool]:
 
 
 def decode_with_special_tokens(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
-    """The text of ids, special tokens included."""
     return tokenizer.ids_to_text(list(ids), **keep_special_tokens(tokenizer)) if ids else ""
 
 
@@ -105,11 +99,10 @@ def special_ids(tokenizer: Any) -> frozenset[int]:
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str | None:
-    """Return a short text that is equal for two tokenizers, of any kind, if their ids mean the
-    same tokens, e.g. "512 tokens, end 0, 3fa9c1d2e4b5": the size of the vocabulary, the id of the
-    end token, and the first 12 hexadecimal digits of the SHA-256 of all tokens with their ids, but
-    for a padding token that the export of a reward model has added at its end. None: there is no
-    tokenizer, or it cannot list its tokens.
+    """A short text that is equal for tokenizers, of any kind, whose ids mean the same tokens, e.g.
+    "512 tokens, end 0, 3fa9c1d2e4b5": vocabulary size, end id, and 12 digits of the SHA-256 of all
+    tokens with their ids, but for a padding token that the export of a reward model has added at
+    its end. None: there is no tokenizer, or it cannot list its tokens.
     """
     if not hasattr(tokenizer, "ids_to_tokens") or not hasattr(tokenizer, "eos_id"):
         return None

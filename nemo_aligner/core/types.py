@@ -13,17 +13,14 @@ token t+1 from the tokens 0..t. So for a sample with P=3 prompt tokens, R=6 toke
     response_tokens   p0  p1  p2  a   b   eos pad pad      [S]
     column t          0   1   2   3   4   5   6            [S-1]
     predicts token    p1  p2  a   b   eos pad pad
-    mask              0   0   1   1   1   0   0            True on [P-1, R-1): R-P ones, with the
-                                                           one of the end token
+    mask              0   0   1   1   1   0   0            True on [P-1, R-1): R-P ones, eos too
     logprobs          .   .   a   b   eos .   .            log-prob of the predicted token
     values            .   .   p2  a   b   .   .            the critic's value of "tokens 0..t"
     reward            .   .   .   .   2.0 .   .            at R-2, the last masked column
 
 Where the mask is False a slot may hold anything, NaN included: no loss, gradient or metric depends
-on it.
-
-A sample of several turns is prompt, response, observation, response, ..., response; R counts all
-of it, and the mask is False at the columns that predict observed tokens.
+on it. A sample of several turns is prompt, response, observation, response, ..., response; R
+counts all of it, and the mask is False at the columns that predict observed tokens.
 
 Batches are plain dicts, because Megatron's data iterator and the wire need dicts; the classes
 below name their entries.
@@ -58,9 +55,7 @@ class _Responses(TypedDict):
 
 
 class Rollout(_Responses, total=False):
-    """What `infer` returns for one batch of prompts, and the columns of the prompts that trainers
-    keep with it.
-    """
+    """What `infer` returns for prompts, with those of their columns that trainers keep."""
 
     sampling_logprobs: Tensor  # float32 [B, S-1]: with `return_logprobs`; 0 outside the response
     observed: Tensor  # bool [B, S-1]: True where an observation is predicted; in several turns
@@ -74,9 +69,7 @@ class Rollout(_Responses, total=False):
 
 
 class RolloutBatch(Rollout, total=False):
-    """One data-parallel rank's share of a rollout, scored by policy, reference, critic and reward
-    model.
-    """
+    """One data-parallel rank's share of a rollout, scored by models (policy included)."""
 
     logprobs: Tensor  # float32 [B, S-1]: of the policy that generated, at its temperature
     init_logprobs: Tensor  # float32 [B, S-1]: of the reference; only if a KL is measured
@@ -94,8 +87,7 @@ class Scores:
 
     rewards: Tensor  # float32 [b], scalar reward of the whole response
     values: Tensor | None = None  # float32 [b, S-1], the critic's; None where there is no critic
-    # float32 [b] each, the reward of each reward model of an ensemble by its name, without its
-    # weight; empty for a single reward model
+    # float32 [b] each: rewards by the name of an ensemble's model, without its weight; else empty
     parts: dict[str, Tensor] = field(default_factory=dict)
     # float32 [b, S-1], rewards of steps or tokens, whose sum is `rewards`: that of token t+1 in
     # column t, NaN where a token has none; None: there are none

@@ -1,8 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""How often one policy beats another, also at equal length, and how sure that is.
-
-Shapes: N pairs of responses to the same prompt, K weightings of them, G groups (prompts).
+"""How often one policy beats another, also at equal length, and how sure that is; N pairs, K
+weightings.
 """
 
 from collections.abc import Callable
@@ -10,35 +9,30 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-# Weight of the square of the length effect in its fit: without any, pairs that one length
-# separates would make it infinite (arXiv 2404.04475, section 4, regularizes it too).
+# Weight of the square of the length effect in its fit: without it, pairs that one length separates
+# would make it infinite (arXiv 2404.04475, section 4, regularizes it too).
 LENGTH_EFFECT_PENALTY = 0.1
 _STEPS = 200  # Newton steps at most; a dozen is usual
 _CHUNK = 2**21  # elements of a `[K, N]` tensor that are computed at once
 
 
 def wins(rewards: Tensor, other_rewards: Tensor) -> Tensor:
-    """float64 `[N]`: 1 where the first response has the higher reward, 0 where the second has, 0.5
-    where they are equal.
-    """
+    """float64 `[N]`: 1 where the first response has the higher reward, 0.5 if equal, else 0."""
     return (1.0 + torch.sign(rewards.double() - other_rewards.double())) / 2
 
 
 def length_controlled_win_rate(
     won: Tensor, length_difference: Tensor, weights: Tensor | None = None
 ) -> Tensor:
-    """The win rate, float64 `[K]`, that remains if both responses to each prompt are equally long.
-
-    The method of AlpacaEval 2 (Dubois et al., arXiv 2404.04475, equation 2) for two policies: the
-    chance to win is modelled as
+    """The win rate, float64 `[K]`, that remains if both responses to each prompt are equally long,
+    by AlpacaEval 2 (Dubois et al., arXiv 2404.04475, equation 2) for two policies. Modelled is
 
         p = sigmoid(theta + phi * tanh(d / std(d))),    d = difference in length,
 
-    theta and phi are fitted to maximize the likelihood of the pairs, and the win rate at d = 0 is
+    theta and phi maximize the likelihood of the pairs, and the win rate at d = 0 is
     sigmoid(theta). Deviations: there is no term for how hard a prompt is, which needs the results
     of many policies; phi has a small quadratic penalty in place of the paper's penalty towards
-    artificial baselines. Where all differences are equal, the effect of length cannot be told from
-    that of quality: the result is then the plain win rate.
+    artificial baselines. Where all differences are equal, the result is the plain win rate.
 
     Args:
         won: `[N]`, 1 where the first policy won, 0 where the second did, 0.5 for a tie.
@@ -54,7 +48,6 @@ def length_controlled_win_rate(
 
 
 def _at_equal_length(won: Tensor, difference: Tensor, weights: Tensor) -> Tensor:
-    """`length_controlled_win_rate` of some weightings."""
     total = weights.sum(1)
     plain = (weights * won).sum(1) / total
     mean = ((weights * difference).sum(1) / total).unsqueeze(1)
@@ -71,9 +64,7 @@ def _at_equal_length(won: Tensor, difference: Tensor, weights: Tensor) -> Tensor
 
 def _fit(won: Tensor, effect: Tensor, weights: Tensor) -> Tensor:
     """sigmoid(theta) `[K]` at the maximum of the penalized likelihood; `effect` is `[K, N]`.
-
-    Damped Newton steps: the function is strictly concave, so halving a step until the function
-    grows leads to its only maximum.
+    Damped Newton steps: the function is strictly concave, so halving a step leads there.
     """
     theta = torch.zeros(len(weights), dtype=torch.float64, device=won.device)
     phi = torch.zeros_like(theta)
@@ -108,9 +99,7 @@ def _fit(won: Tensor, effect: Tensor, weights: Tensor) -> Tensor:
 
 
 def weighted_mean(values: Tensor, weights: Tensor | None = None) -> Tensor:
-    """float64 `[K]`: the mean of `values` `[N]` under each of `weights` `[K, N]`; None: the plain
-    one.
-    """
+    """float64 `[K]`: mean of `values` `[N]` under `weights` `[K, N]`; None: the plain one."""
     values = values.double()
     if weights is None:
         return values.mean().unsqueeze(0)
@@ -119,11 +108,9 @@ def weighted_mean(values: Tensor, weights: Tensor | None = None) -> Tensor:
 
 def resample(groups: Tensor, resamples: int, seed: int) -> Tensor:
     """Weights float64 `[K, N]`, how often each pair was drawn, of a bootstrap of K `resamples`
-    that draws prompts with replacement, as many as there are. `groups` int64 `[N]`: the number of
-    the prompt of each pair, from 0 on.
-
-    All responses to a prompt are drawn together, and the same draws serve every measure, so that
-    differences between two policies are compared prompt by prompt.
+    that draws prompts with replacement, as many as there are, each with all its responses.
+    `groups` int64 `[N]`: the number of the prompt of each pair, from 0. The same draws serve every
+    measure, so that differences between two policies are compared prompt by prompt.
     """
     count = int(groups.max()) + 1
     generator = torch.Generator().manual_seed(seed)
@@ -136,9 +123,8 @@ def resample(groups: Tensor, resamples: int, seed: int) -> Tensor:
 def bootstrap_interval(
     statistic: Callable[[Tensor], Tensor], weights: Tensor, confidence: float
 ) -> tuple[float, float]:
-    """The percentile interval (lower, upper end) of a statistic (Efron and Tibshirani 1993,
-    chapter 13), which maps weights of `resample` to its K values; `confidence`: share of them
-    inside.
+    """The percentile interval (lower, upper end; Efron and Tibshirani 1993, chapter 13) of a
+    statistic, a map of weights of `resample` to its K values; `confidence`: share inside.
     """
     values = statistic(weights)
     tail = (1 - confidence) / 2

@@ -20,9 +20,7 @@ from nemo_aligner.core.types import InferenceBatch, Rollout
 
 class SupervisedInterface(ABC):
     """A model that learns from batches: one call of `get_loss_and_metrics` per optimizer update.
-
-    Attributes:
-        cfg: the `model` section of the configuration, with `seed` and `global_batch_size`.
+    `cfg` is the `model` section of the configuration, with `seed` and `global_batch_size`.
     """
 
     cfg: DictConfig
@@ -31,16 +29,10 @@ class SupervisedInterface(ABC):
     def get_loss_and_metrics(
         self, batch: Any, forward_only: bool
     ) -> tuple[float, Mapping[str, float | Tensor]]:
-        """Loss of a global batch, and its gradient unless `forward_only`.
-
-        Args:
-            batch: this data-parallel rank's samples of the global batch, a dict of
-                `core/types.py`; the model cuts it into micro-batches.
-
-        Returns:
-            The loss and the metrics over the whole global batch, equal on all ranks: Python
-            numbers, or moments (`core/metrics.py`), float64 tensors on the CPU.
-
+        """Loss of a global batch, and its gradient unless `forward_only`. `batch`: this
+        data-parallel rank's samples of it, a dict of `core/types.py`; the model cuts it into
+        micro-batches. Returns loss and metrics over the global batch, equal on all ranks: Python
+        numbers, or moments (`core/metrics.py`), float64 tensors on the CPU.
         """
 
     @abstractmethod
@@ -64,7 +56,6 @@ class SupervisedInterface(ABC):
     def summarize_metrics(self, metrics: Mapping[str, float | Tensor]) -> dict[str, float]:
         """Metrics to report, from those of `get_loss_and_metrics` averaged over batches (weighted
         by `weights`); a model whose metrics hold moments overrides it.
-
         """
         return {key: float(value) for key, value in metrics.items()}
 
@@ -86,7 +77,7 @@ class Inferrable(ABC):
 
 
 class _TakesTurns(SupervisedInterface, Inferrable):
-    """A model whose training and inference alternate."""
+    """Training and inference alternate."""
 
     @abstractmethod
     def prepare_for_training(self) -> None:
@@ -109,13 +100,9 @@ class CriticModelInterface(_TakesTurns):
 
 
 class AlignableGenerativeInterface(_TakesTurns):
-    """A policy, which generates with `infer`.
-
-    Attributes:
-        tokenizer: of the policy; its `eos_id` ends responses and pads them.
-        starts_as_reference: before the first update policy and reference must give the same
-            log-probs; False if the policy starts from earlier adapters, for example.
-
+    """A policy, which generates with `infer`. `tokenizer.eos_id` ends responses and pads them;
+    `starts_as_reference`: policy and reference must agree before the first update (False if the
+    policy starts from earlier adapters, for example).
     """
 
     tokenizer: Tokenizer
@@ -132,9 +119,7 @@ class AlignableGenerativeInterface(_TakesTurns):
         self, batches: Iterable[InferenceBatch]
     ) -> Iterator[tuple[InferenceBatch, Rollout]]:
         """One response to each prompt of all batches, in groups as the model finishes them: the
-        prompts of a group (their one-dimensional columns), and its responses. A model that decodes
-        them all as one queue overrides it.
-
+        prompts of a group (their one-dimensional columns), and its responses.
         """
         for batch in batches:
             yield batch, self.infer(batch)
@@ -146,8 +131,8 @@ class AlignableGenerativeInterface(_TakesTurns):
         forward_micro_batch_size: int | None = None,
         response_lengths: Tensor | None = None,
     ) -> Tensor:
-        """Log-probs float32 `[B, S-1]` of the tokens (int64 `[B, S]`) under the policy, at the
-        sampling temperature; beyond the lengths (int64 `[B]`, R) they may be anything.
+        """Log-probs float32 `[B, S-1]` of the tokens int64 `[B, S]`, at the sampling temperature;
+        anything beyond the lengths int64 `[B]`, R.
         """
 
 

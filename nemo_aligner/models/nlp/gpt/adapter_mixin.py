@@ -28,13 +28,9 @@ from nemo_aligner.parallel import parallel_state
 
 class NLPAdapterModelMixin(MegatronGPTModel):
     """A model that trains all its weights, or, after `init_peft` with `peft_scheme: lora`, only
-    adapters and its head: then gradients, the optimizer, checkpoints, `.nemo` files and copies in
-    host memory hold these alone.
-
-    Attributes:
-        lora: what the adapters look like; None without them.
-        starts_as_reference: the adapters, if any, changed nothing when they were made.
-
+    adapters and its head: then gradients, optimizer, checkpoints, `.nemo` files and host copies
+    hold these alone. `lora`: the form of the adapters, or None; `starts_as_reference`: those, if
+    any, changed nothing when they were made.
     """
 
     lora: LoRASettings | None = None
@@ -52,10 +48,9 @@ class NLPAdapterModelMixin(MegatronGPTModel):
         after the weights of the base are loaded and before the optimizer is built.
 
         With `restore_from_path` (a `.nemo` or a checkpoint folder with adapters) or
-        `restore_from_ckpt` they start from those, whose form wins over `lora_tuning`; else from
-        values with which the model computes the same bits as its base. `ConfigError`: adapters
-        that cannot be built; `UserError`: those to start from do not exist or have another base.
-
+        `restore_from_ckpt` they start from those, whose form wins over `lora_tuning`; else they
+        change no bit of the output. `ConfigError`: adapters that cannot be built; `UserError`:
+        those to start from do not exist or have another base.
         """
         if self.use_peft or self._optimizer is not None:
             when = "twice" if self.use_peft else "after the optimizer was built"
@@ -107,10 +102,7 @@ class NLPAdapterModelMixin(MegatronGPTModel):
         return adapters.is_adapter(name) or name.startswith(self.fresh_weights())
 
     def _let_gradients_through(self) -> None:
-        """Make the embeddings require a gradient: recomputation and pipeline stages pass none on
-        for inputs that need none.
-
-        """
+        """Make the embeddings require a gradient: recomputation and pipelines need it."""
 
         def require(_embedding: torch.nn.Module, _inputs: Any, output: Tensor) -> Tensor:
             return output.requires_grad_() if torch.is_grad_enabled() else output
@@ -131,24 +123,19 @@ class NLPAdapterModelMixin(MegatronGPTModel):
             f"LoRA: {trained:,} of {all_of_them:,} weights on this rank are trained{begin}"
         )
 
-    # --- with and without adapters --------------------------------------------------------------
-
     def adapters_disabled(self) -> AbstractContextManager[None]:
         """Inside, the model computes as its base; without adapters nothing changes."""
         return lora_layers.disabled(self._adapters) if self.use_peft else nullcontext()
 
     def adapters_merged(self) -> AbstractContextManager[None]:
-        """Inside, the weights hold the adapters, which makes many short passes faster, at the cost
-        of a copy; afterwards they have their former bits.
-
+        """Inside, weights hold the adapters (faster for short passes; a copy); then their former
+        bits.
         """
         return lora_layers.merged(self._adapters) if self.use_peft else nullcontext()
 
     def adapters_for_generation(self) -> AbstractContextManager[None]:
         """`adapters_merged` while responses are generated, unless the configuration says no."""
         return self.adapters_merged() if self._merge_for_generation else nullcontext()
-
-    # --- weights --------------------------------------------------------------------------------
 
     def _named_weights(self) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in super()._named_weights():
@@ -192,9 +179,7 @@ class NLPAdapterModelMixin(MegatronGPTModel):
         self.load_sharded_weights(loaded)
 
     def check_checkpoint(self, folder: Path) -> None:
-        """Check that a training checkpoint was trained with adapters of this form and base, or,
-        without adapters, that it has none; else `UserError`.
-        """
+        """Raise `UserError` unless a checkpoint has adapters of this form and base, or none."""
         super().check_checkpoint(folder)
         config = open_source(folder, "exp_manager.resume_from_checkpoint").stored_config()
         base = adapters.base_in(config)
@@ -236,9 +221,7 @@ class NLPAdapterModelMixin(MegatronGPTModel):
 
 
 def _adapters_to_start_from(peft: DictConfig, model: DictConfig) -> Source | None:
-    """The adapters that `restore_from_path` or `restore_from_ckpt` names; `UserError`: they do not
-    exist, or are a model with all weights.
-    """
+    """The adapters that `peft` names; `UserError`: none exist, or it is a whole model."""
     key, path = "model.peft.restore_from_path", peft.restore_from_path
     ckpt = peft.restore_from_ckpt
     if ckpt.checkpoint_dir is not None:

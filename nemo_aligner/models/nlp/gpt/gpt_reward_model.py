@@ -37,11 +37,8 @@ class RewardModelHead(RowParallelLinear):
         config: of the model; with `sequence_parallel` the hidden states arrive split along S.
         output_sequence: give one number per position instead of A numbers per sample.
         use_avg_pool: pool by the mean over a sample's positions instead of its last token.
-        dtype: of weights and arithmetic.
         merge_attributes: reduce the A numbers to their weighted sum.
         attributes_weights: the A weights of that sum; 1/A each by default.
-        others: as `RowParallelLinear`'s.
-
     """
 
     def __init__(
@@ -91,8 +88,6 @@ class RewardModelHead(RowParallelLinear):
         self.merge_attributes = merge_attributes
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "RewardModelHead":
-        """Move to another device, but keep the dtype."""
-
         def move(tensor: Tensor) -> Tensor:
             moved = fn(tensor)
             return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)
@@ -105,16 +100,13 @@ class RewardModelHead(RowParallelLinear):
         Args:
             hidden_states: [S, B, H]; under context parallelism this rank's share, [S / CP, B, H];
                 with sequence parallelism 1 / TP of that.
-            lengths: int64 [B], tokens of each sample without its padding, at least 1; not needed
-                with `output_sequence`.
+            lengths: int64 [B], from 1, without padding; not needed with `output_sequence`.
 
-        Returns:
-            With `output_sequence` float32 [B, S]; with `merge_attributes` float32 [B, 1]; else
-            [B, A] in the head's dtype.
+        Returns float32 [B, S] with `output_sequence`, [B, 1] with `merge_attributes`, else, in the
+        head's dtype, [B, A].
         """
         if self.input_is_sequence_parallel:
-            # Every rank computes the same from here on, so each has the whole gradient: there is
-            # nothing to sum.
+            # Every rank computes the same from here on, so each has the whole gradient already.
             hidden_states = gather_from_sequence_parallel_region(
                 hidden_states, tensor_parallel_output_grad=False
             )
@@ -124,9 +116,8 @@ class RewardModelHead(RowParallelLinear):
                 attributes = gather_shares(super().forward(hidden_states)[0], 0)  # [S, B, A]
                 return self._merge(attributes).transpose(0, 1).contiguous()
             assert lengths is not None, "pooling needs the lengths"
-            # The map is linear, so pooling may come before or after it. Before is cheaper; under
-            # context parallelism, though, the gradient of the weights must be that of this rank's
-            # own positions.
+            # Pooling first is cheaper; but under context parallelism the gradient of the weights
+            # must be that of this rank's own positions.
             if parallel_state.get_context_parallel_world_size() == 1:
                 pooled = super().forward(self._pool(hidden_states, lengths))[0]
             else:
@@ -160,10 +151,8 @@ class GPTRewardModel(GPTModel):
         attribute_weights, attributes_weights: two names for the head's `attributes_weights`.
         head_dtype, head_seed: of the head (None: float32) and of its initial weights.
 
-    Attributes:
-        return_rm_head_in_state_dict: class flag; False leaves the head out of state dicts, so that
-            the weights of a language model can be loaded strictly.
-
+    The class flag `return_rm_head_in_state_dict` False leaves the head out of state dicts, so that
+    the weights of a language model can be loaded strictly.
     """
 
     return_rm_head_in_state_dict = True
@@ -237,10 +226,9 @@ class GPTRewardModel(GPTModel):
         """`GPTModel.forward` with the head (`RewardModelHead.forward`) after the last layer.
 
         Further arguments by name, or in one of two orders, which the second argument tells apart:
-        NeMo-Aligner's, `lengths` (int64 [B], tokens of each sample without its padding; not needed
-        for values of all positions), position_ids, attention_mask, decoder_input, labels,
-        inference_params; or `GPTModel`'s, position_ids [B, S], attention_mask, ...
-
+        NeMo-Aligner's, `lengths` (int64 [B], without padding; not needed for values of all
+        positions), position_ids, attention_mask, decoder_input, labels, inference_params; or
+        `GPTModel`'s, position_ids [B, S], attention_mask, ...
         """
         # No position ids at all, before further arguments, can only be missing lengths.
         if args and (args[0].dim() == 1 if args[0] is not None else len(args) > 2):

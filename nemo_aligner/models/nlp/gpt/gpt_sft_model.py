@@ -25,11 +25,8 @@ DEFAULT_SAMPLING_PARAMS = {"use_greedy": True, "end_strings": []}
 
 class GPTSFTModel(LogProbsMixin, SupervisedInterface):
     """Language model that learns the responses of a data set: the loss is the mean over what
-    `model.loss_reduction` names (`nemo_aligner.core.losses.loss_weights`) of the global batch.
-
-    Args:
-        cfg: section `model` of `gpt_sft.yaml` (docs/config.md).
-
+    `model.loss_reduction` names (`core.losses.loss_weights`) of the global batch. `cfg`: section
+    `model` of `gpt_sft.yaml`.
     """
 
     CONFIG_NAME = "gpt_sft"
@@ -85,10 +82,8 @@ class GPTSFTModel(LogProbsMixin, SupervisedInterface):
         prompts: texts, or (int64 `[B, W]`, int64 `[B]`), tokens padded on the right, and lengths.
         `UserError`: a prompt leaves no room for a response, or a strategy is given.
 
-        Returns:
-            `sentences` (prompt and response), `predictions` (the response) and `token_ids` (of the
-            sentence), a list of B each; `offsets` is not computed.
-
+        Returns lists of B: `sentences` (prompt and response), `predictions` (the response) and
+        `token_ids` (of the sentence); `offsets` is not computed.
         """
         _refuse_strategy(strategy)
         sampling: Mapping[str, Any] = sampling_params or DEFAULT_SAMPLING_PARAMS
@@ -128,7 +123,6 @@ class GPTSFTModel(LogProbsMixin, SupervisedInterface):
         strategy: None = None,
     ) -> dict[str, Any]:
         """`generate` in evaluation mode, by default as `set_inference_params` chose.
-
         `inference_batch`: `text` int64 `[B, W]` and `length` int64 `[B]`.
         """
         chosen = self.get_inference_params()

@@ -23,11 +23,8 @@ from nemo_aligner.training.micro_batches import micro_batch_group
 
 
 class GPTSteerLMModel(GPTSFTModel):
-    """Policy of SteerLM 2.0; it starts from the one that sampled the responses.
-
-    Args:
-        cfg: section `model` of `gpt_sft.yaml` (docs/config.md); `steerlm2` has the sizes of
-            micro-batches, in responses.
+    """Policy of SteerLM 2.0; it starts from the one that sampled the responses. `cfg`: section
+    `model` of `gpt_sft.yaml`; `steerlm2` has the sizes of micro-batches, in responses.
     """
 
     def __init__(self, cfg: DictConfig, trainer: Trainer | None = None):
@@ -56,12 +53,10 @@ class GPTSteerLMModel(GPTSFTModel):
         with their share. The weights need the log-probs of all responses to a prompt, which have a
         forward pass of their own, without dropout.
 
-        Returns:
-            The loss and, over the prompts of the global batch: `loss` (the divergence of a prompt
-            divided by the mean number of tokens of its responses), `distance` (not divided),
-            `log_ratio` (mean over responses of |log Q - log Q'|), `effective_responses` (1 / sum
-            of squares of the target's weights) and `weights`, the number of prompts.
-
+        Returns the loss and, over the prompts of the global batch: `loss` (the divergence of a
+        prompt divided by the mean number of tokens of its responses), `distance` (not divided),
+        `log_ratio` (mean over responses of |log Q - log Q'|), `effective_responses` (1 / sum of
+        squares of the target's weights) and `weights`, the number of prompts.
         """
         mask = batch["loss_mask"].to(get_device())
         tokens = mask.ne(0).sum(-1)
@@ -93,10 +88,8 @@ class GPTSteerLMModel(GPTSFTModel):
         return metrics["loss"], metrics
 
     def response_log_probs(self, batch: Batch) -> Tensor:
-        """float32 `[R]`: the log-prob of each of R responses of `batch`, which has `tokens`,
-        `labels` int64 `[R, S]` and `mask` `[R, S]` (non-zero where the label is the response's);
-        all ranks call it.
-
+        """Log-prob float32 `[R]` of each of R responses: `tokens`, `labels` int64 `[R, S]`, `mask`
+        `[R, S]` (non-zero where the label is the response's). All ranks call it.
         """
         self.set_eval()
         return forward_collect(

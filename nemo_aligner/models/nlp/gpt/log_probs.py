@@ -1,9 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Log-probs of a language model and of the reference policy that it started from, and losses of
-them.
-
-Shapes: B samples on this rank, b in a micro-batch, S padded length, R total length of a sample.
+"""Log-probs of a language model and of the reference policy that it started from, and their
+losses. Shapes: B samples on this rank, b in a micro-batch, S padded length, R total length.
 """
 
 import contextlib
@@ -38,11 +36,8 @@ REFERENCE_PREFIX = "ref_policy_log_probs_"
 
 
 class LogProbsMixin(NLPAdapterModelMixin):
-    """A language model that gives the log-probs of samples, and learns by losses of them.
-
-    Attributes:
-        temperature: of the log-probs.
-        forward_micro_batch_size: samples per forward pass of the log-probs.
+    """A language model that gives the log-probs of samples, at `temperature` and
+    `forward_micro_batch_size` samples per forward pass, and learns by losses of them.
     """
 
     temperature = 1.0
@@ -53,7 +48,6 @@ class LogProbsMixin(NLPAdapterModelMixin):
     ) -> Tensor:
         """Log-probs `[b, S-1]` of the tokens of a micro-batch from its vocabulary-parallel logits
         (which a backward pass overwrites); `labels`: `[b, S]`, of the label of each token.
-
         """
         return from_parallel_logits_to_logprobs(
             logits,
@@ -86,11 +80,9 @@ class LogProbsMixin(NLPAdapterModelMixin):
                 `core/losses.py`, or your own); `loss` is a metric by itself. By the names of its
                 parameters it gets `logprobs` float32 `[b, S-1]` (if there are `labels`, theirs,
                 `[b, S]`), `entropy` `[b, S-1]`, and the other columns.
-            columns: this data-parallel rank's share of the global batch: `tokens` int64 `[B, S]`
-                and what `loss` needs; `labels` int64 `[B, S]` and `packed_position_ids` if the
-                batch has them.
+            columns: this rank's share: `tokens` int64 `[B, S]` and what `loss` needs; `labels`
+                int64 `[B, S]` and `packed_position_ids` if the batch has them.
             options: of `run_loss`, such as `mask`.
-
         """
         names = inspect.signature(loss).parameters
 
@@ -121,9 +113,8 @@ class LogProbsMixin(NLPAdapterModelMixin):
         micro_batch_size: int,
     ) -> tuple[float, dict[str, float]]:
         """Negative log-likelihood of the labels of a global batch, and its gradient unless
-        `forward_only`; all ranks call it with their share. Metrics are `loss` and `weights`, the
+        `forward_only`; all ranks call it with their share. Metrics: `loss`, and `weights`, the
         number of what `loss_reduction` averages over.
-
         """
         mask = batch["loss_mask"].to(get_device())
         columns = {"tokens": batch["tokens"], "labels": batch["labels"]}
@@ -155,9 +146,7 @@ class LogProbsMixin(NLPAdapterModelMixin):
 
         Args:
             response_tokens: int64 `[B, S]`.
-            forward_micro_batch_size: samples per pass; by default what the configuration says.
             response_lengths: int64 `[B]`, R; None: S. Only as many tokens are computed.
-
         """
         return forward_collect(
             self.model,
@@ -174,15 +163,10 @@ class LogProbsMixin(NLPAdapterModelMixin):
 
 class ReferencePolicyMixin(LogProbsMixin):
     """A policy that can also compute as the reference policy: from a copy of its weights in host
-    memory, or with its adapters switched off.
-
-    Attributes:
-        init_policy_state_dict: weights of the reference policy in host memory, from
-            `set_reference_policy`, or None; with adapters it is the base, and this is None.
+    memory, `init_policy_state_dict`, or with its adapters switched off (then that is None).
     """
 
-    # Log-probs of the reference policy in a batch, in the order of `get_ref_policy_logprobs`, and
-    # the masks of the tokens that count.
+    # Log-probs of the reference, in `get_ref_policy_logprobs`' order, and the masks of tokens.
     REFERENCE_COLUMNS: ClassVar[Mapping[str, str]] = {}
     init_policy_state_dict: dict[str, Tensor] | None = None
     _is_reference = False  # the present weights are the reference's
@@ -198,17 +182,15 @@ class ReferencePolicyMixin(LogProbsMixin):
         self.init_policy_state_dict = weights
 
     def set_reference_policy(self) -> None:
-        """Keep a copy of the present weights as the reference policy; with adapters do nothing:
-        the reference policy is their base.
-
-        Call it before a checkpoint is resumed.
+        """Keep a copy of the present weights as the reference policy, before a checkpoint is
+        resumed; with adapters do nothing: the reference policy is their base.
         """
         if not self._reference_is_base():
             self.init_policy_state_dict = self.weights_to_cpu()
 
     def as_reference_policy(self) -> AbstractContextManager[None]:
-        """Inside, the present weights (with adapters: their base) are the reference policy, which
-        needs no copy. For the time before training and before a checkpoint is resumed.
+        """Inside, the present weights (with adapters: their base) are the reference policy,
+        without a copy. For the time before training and before a checkpoint is resumed.
         """
         return changed([(self, "_is_reference", True)])
 
@@ -234,9 +216,7 @@ class ReferencePolicyMixin(LogProbsMixin):
     def get_init_policy_logprobs(
         self, response_tokens: Tensor, response_lengths: Tensor | None = None
     ) -> Tensor:
-        """`get_inference_log_probs` under the reference policy (`check_reference_policy`): swaps
-        the weights once, and back, or switches the adapters off.
-        """
+        """`get_inference_log_probs` under the reference, with one swap of the weights and back."""
         self.check_reference_policy()
         with self._reference_policy():
             return self.get_inference_log_probs(response_tokens, response_lengths=response_lengths)
@@ -244,7 +224,6 @@ class ReferencePolicyMixin(LogProbsMixin):
     def get_ref_policy_logprobs(self, batch: Mapping[str, Any]) -> Tensor:
         """Log-probs float32 `[nB, S-1]` of a batch's n `REFERENCE_COLUMNS`, one after the other,
         under the reference policy, without dropout. All ranks call it; `UserError`: there is none.
-
         """
         masks = self.REFERENCE_COLUMNS.values()
         names = [name.removeprefix(REFERENCE_PREFIX) for name in self.REFERENCE_COLUMNS]
@@ -273,7 +252,6 @@ class ReferencePolicyMixin(LogProbsMixin):
 class MovingReferenceMixin(ReferencePolicyMixin):
     """A policy whose reference is a former state of it (with adapters: the base with theirs),
     which changes during training. Checkpoints hold it: a job resumes with the same bits.
-
     """
 
     def _reference_is_base(self) -> bool:
@@ -297,10 +275,9 @@ class MovingReferenceMixin(ReferencePolicyMixin):
     def sharded_reference(
         self, weights: dict[str, dict[str, Any]], is_loading: bool
     ) -> dict[str, dict[str, Any]]:
-        """Sharded state dict of the reference policy, split as `weights`, that of the policy;
-        empty if there is none. All ranks call it; with `is_loading` it makes room for values that
+        """Sharded state dict of the reference policy, split as the policy's `weights`; empty if
+        there is none. All ranks call it; with `is_loading` it makes room for values that
         `load_sharded_reference` fills in.
-
         """
         if is_loading:
             self.set_reference_policy()

@@ -2,9 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adapters (LoRA, arXiv 2106.09685, eq. 3) on the linear layers of Megatron Core.
 
-A linear layer W `[out, in]` computes `W x + alpha/dim * B A x` with A `[dim, in]` and B
-`[out, dim]`. The layer stays the object that it is; its class becomes a subclass that adds the
-second term.
+A linear layer W `[out, in]` computes `W x + alpha/dim * B A x` with A `[dim, in]` and B `[out,
+dim]`. The layer stays the same object; its class becomes a subclass that adds the second term.
 
 Under tensor parallelism the adapter is split along the same axis as W, its rows (qkv, fc1) or its
 columns (proj, fc2), and its other half is held whole by every rank, with complete gradients; under
@@ -45,9 +44,7 @@ GATED = "mlp_fc1"
 
 
 def blocks_of_rows(target: str, rows: int, config: TransformerConfig) -> Tensor:
-    """int64 `[rows]`: the projection that each row of a fused weight, or of a rank's part of it,
-    belongs to; 0 for other weights.
-    """
+    """int64 `[rows]`: projection of each row of a fused weight or of a rank's part; else 0."""
     if target == "attention_qkv":
         size = config.kv_channels
         per_group = config.num_attention_heads // config.num_query_groups
@@ -69,8 +66,7 @@ class LoRA(torch.nn.Module):
         a: `[dim, in]`, or `[blocks * dim, in]` of the variant "canonical"; `in / t` columns of a
             layer that is split along its columns.
         b: `[out, dim]`; `out / t` rows of a layer that is split along its rows.
-        enabled: False: the layer computes without the adapter.
-        merged: True: the layer's weight holds the adapter.
+        enabled, merged: the layer computes with the adapter; its weight holds it.
     """
 
     blocks: Tensor
@@ -130,9 +126,7 @@ class LoRA(torch.nn.Module):
         return self.b if self.num_blocks == 1 else expand_blocks(self.b, self.blocks)
 
     def add(self, output: Tensor, inputs: Tensor) -> Tensor:
-        """The `output` `[S, b, out]` of the linear layer with that of the adapter, for its
-        `inputs` `[S, b, in]` (after its norm).
-        """
+        """`output` `[S, b, out]` of the layer plus the adapter's of normed inputs `[S, b, in]`."""
         if not self.enabled or self.merged:
             return output
         dropping = self.training and self.dropout > 0
@@ -150,9 +144,7 @@ class LoRA(torch.nn.Module):
         return added.view_as(output)
 
     def _exchange(self, hidden: Tensor) -> Tensor:
-        """What B is applied to: of a layer split by rows the hidden states of all positions, else
-        the sum over the ranks' columns.
-        """
+        """What B is applied to: if split by rows all positions' states, else the ranks' sum."""
         if self.by_rows:
             if self.sequence_parallel:
                 return gather_from_sequence_parallel_region(hidden)
@@ -222,8 +214,6 @@ def _drawn(
 
 
 class _WithAdapter:
-    """What the class of a linear layer gets in front when the layer gets an adapter."""
-
     lora: LoRA
 
     def forward(self, inputs: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -250,7 +240,6 @@ class _WithAdapter:
 
 @functools.cache
 def _class_with_adapter(kind: type) -> type:
-    """The subclass of a class of linear layers whose instances have an adapter."""
     return type(f"{kind.__name__}WithLoRA", (_WithAdapter, kind), {})
 
 
@@ -268,9 +257,7 @@ def linear_layers(module: Any) -> Iterator[tuple[int, str, Any]]:
 def add_adapters(
     modules: list[Any], settings: LoRASettings, config: TransformerConfig, seed: int
 ) -> list[tuple[Any, LoRA]]:
-    """Give the linear layers that `settings` selects their adapters, freeze all other weights, and
-    return both; arguments as for `LoRA`.
-    """
+    """Give the linear layers of `settings` adapters, freeze all other weights; return both."""
     added: list[tuple[Any, LoRA]] = []
     tied: dict[str, LoRA] = {}
     for module in modules:

@@ -1,8 +1,6 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""From NeMo's configuration keys to Megatron Core's `TransformerConfig`. The layers are in
-`megatron_layers.py`.
-"""
+"""From NeMo's configuration keys to Megatron Core's `TransformerConfig`."""
 
 import dataclasses
 import functools
@@ -35,9 +33,7 @@ from nemo_aligner.training.expert_losses import expert_layers
 
 
 def layer_pattern(cfg: DictConfig, key: str, least: int, one: str) -> int | list[int]:
-    """`model.<key>`, checked (`ConfigError`): a number of which Megatron Core makes a pattern, or
-    the pattern; a layer with 1 has or is `one`.
-    """
+    """Checked `model.<key>` (`ConfigError`): period or pattern; a layer with 1 has or is `one`."""
     given = cfg[key]
     if OmegaConf.is_list(given):
         given = list(given)
@@ -95,9 +91,7 @@ def yarn_settings(cfg: DictConfig) -> dict[str, Any]:
 
 
 def position_arguments(cfg: DictConfig) -> dict[str, Any]:
-    """Arguments of `GPTModel` that say how it knows positions; `ConfigError`: they are not
-    supported.
-    """
+    """Arguments of `GPTModel` for its kind of positions; `ConfigError`: it is not supported."""
     kind, base = cfg.position_embedding_type, cfg.rotary_base
     if kind not in POSITION_EMBEDDINGS:
         known = ", ".join(POSITION_EMBEDDINGS)
@@ -152,7 +146,6 @@ def expert_settings(cfg: DictConfig) -> dict[str, Any]:
 def check_expert_stages(config: TransformerConfig) -> None:
     """Raise `ConfigError` unless every pipeline stage has a layer with experts, if any has: the
     optimizer of a stage without has another form, which loads no checkpoint of another split.
-
     """
     if not config.num_moe_experts:
         return
@@ -324,10 +317,9 @@ def build_transformer_config(cfg: DictConfig) -> TransformerConfig:
 
 
 def _activation_settings(cfg: DictConfig) -> dict[str, Any]:
-    """The activation, and whether Megatron Core's kernel computes it at once, with the bias.
-
-    Those kernels compute the tanh form of GELU, so NeMo's key `bias_activation_fusion` chooses the
-    form, here on every machine alike. A fused SwiGLU is the same function.
+    """The activation, and whether Megatron Core's kernel computes it at once, with the bias. Those
+    kernels compute the tanh form of GELU, so `bias_activation_fusion` chooses the form, here on
+    every machine alike. A fused SwiGLU is the same function.
     """
     name = str(cfg.activation).lower()
     if name not in ACTIVATIONS:
@@ -444,8 +436,7 @@ def _fusion_settings(cfg: DictConfig) -> dict[str, bool]:
         "persist_layer_norm": cfg.persist_layer_norm,
         "masked_softmax_fusion": cfg.masked_softmax_fusion,
         "bias_dropout_fusion": cfg.bias_dropout_add_fusion,
-        # The kernel has no scale, which YaRN needs, and Megatron Core 0.16 does not tell that of
-        # packed sequences how the channels are paired.
+        # The kernel has no scale, which YaRN needs, nor packed sequences' pairs of channels.
         "apply_rope_fusion": cfg.apply_rope_fusion
         and cfg.position_embedding_type == "rope"
         and not cfg.rotary_interleaved,
@@ -460,8 +451,8 @@ TRANSFORMER_ENGINE_KERNELS = ("moe_permute_fusion", "moe_router_fusion")
 
 
 def _given_fields(cfg: DictConfig, config: TransformerConfig) -> dict[str, Any]:
-    """Dotted key -> value of the settings of Megatron Core that `cfg` gives by their own names:
-    NeMo set them on the `TransformerConfig`, one by one and as `mcore_customization_config`.
+    """Dotted key -> value of the settings of Megatron Core that `cfg` gives by their own names,
+    one by one and as `mcore_customization_config`: NeMo set them on the `TransformerConfig`.
     """
     fields = {field.name for field in dataclasses.fields(TransformerConfig)}
     acting = {name for name in fields if f"model.{name}" not in INERT_ARCHITECTURE}

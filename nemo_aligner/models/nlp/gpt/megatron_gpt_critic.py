@@ -1,10 +1,8 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""`MegatronGPTCriticModel`: the critic of PPO and, by swapping weights in the same module, the
-reward model.
+"""`MegatronGPTCriticModel`: the critic of PPO and, by swapped weights, the reward model.
 
-Notation: N samples, S padded length; column t of a [N, S-1] tensor belongs to the prediction of
-token t+1.
+Notation: N samples, S padded length; column t of a [N, S-1] tensor predicts token t+1.
 """
 
 from enum import Enum
@@ -42,9 +40,7 @@ class MegatronGPTCriticModel(MegatronGPTRewardModel, CriticModelInterface):
 
     Attributes:
         loaded_state_dict: whose weights are in the module.
-        rm_state_dict_cpu: the reward model's weights in host memory, from `set_reward_model`.
         critic_state_dict_cpu: the critic's, renewed when the reward model takes its place.
-
     """
 
     CONFIG_NAME = "gpt_ppo_critic"
@@ -61,18 +57,15 @@ class MegatronGPTCriticModel(MegatronGPTRewardModel, CriticModelInterface):
         self.set_output_sequence_flag(True)
 
     def set_reward_model(self) -> None:
-        """Keep a copy of the present weights as the reward model, before a checkpoint is resumed;
-        errors as in `check_gives_rewards`.
-
+        """Keep the present weights as the reward model, before a resume; `check_gives_rewards`'
+        errors.
         """
         self.check_gives_rewards()
         self._rm_state_dict_cpu = self.weights_to_cpu(into=self._rm_state_dict_cpu)
 
     @property
     def rm_state_dict_cpu(self) -> dict[str, Tensor] | None:
-        """The reward model's weights in host memory; assigning them, as NeMo-Aligner's script
-        does, has the errors of `check_gives_rewards`.
-        """
+        """The reward model's weights in host memory; assigning calls `check_gives_rewards`."""
         return self._rm_state_dict_cpu
 
     @rm_state_dict_cpu.setter
@@ -82,12 +75,8 @@ class MegatronGPTCriticModel(MegatronGPTRewardModel, CriticModelInterface):
         self._rm_state_dict_cpu = weights
 
     def check_gives_rewards(self) -> None:
-        """Check that the weights that this model was loaded with give rewards.
-
-        Raises:
-            UserError: they were loaded without a trained reward head.
-            ConfigError: the reward model gives several attributes instead of their weighted sum.
-
+        """Raise `UserError` if the present weights were loaded without a trained reward head,
+        `ConfigError` if they give several attributes instead of their weighted sum.
         """
         if not self.has_trained_head:
             raise UserError(
@@ -104,7 +93,6 @@ class MegatronGPTCriticModel(MegatronGPTRewardModel, CriticModelInterface):
                 module.rm_head.output_sequence = value_to_set
 
     def _load(self, wanted: StateDictState) -> None:
-        """Put the weights of `wanted` into the module, unless they are there already."""
         if wanted is self.loaded_state_dict:
             return
         if wanted is StateDictState.REWARD:
@@ -145,10 +133,8 @@ class MegatronGPTCriticModel(MegatronGPTRewardModel, CriticModelInterface):
         """Value loss (`losses.ppo_critic_loss`) of a global batch, and its gradient unless
         `forward_only`; all ranks call it with their share. An empty mask gives 0 for both.
 
-        Returns:
-            The loss and, over the global batch: `loss`, `value_clip_fraction` and, unless all
-            returns are equal, `explained_variance` of the returns by the values in training.
-
+        Metrics, over the global batch: `loss`, `value_clip_fraction` and, unless all returns are
+        equal, `explained_variance` of the returns by the values in training.
         """
         self._load(StateDictState.CRITIC)
         columns = {key: batch[key] for key in ("tokens", "returns", "prev_values")}
@@ -181,9 +167,8 @@ class MegatronGPTCriticModel(MegatronGPTRewardModel, CriticModelInterface):
         return super().infer(*args, **kwargs)
 
     def infer_rm_critic(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Rewards float32 [N] and values float32 [N, S]; arguments and callers as for `infer`.
-
-        The model whose weights are in the module computes first, so a call swaps them once.
+        """Rewards float32 [N] and values float32 [N, S]; arguments and callers as for `infer`. The
+        model whose weights are in the module computes first, so a call swaps them once.
         """
         outputs = {}
         for state in sorted(StateDictState, key=lambda state: state is not self.loaded_state_dict):

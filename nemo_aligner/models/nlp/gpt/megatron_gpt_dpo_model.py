@@ -1,9 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
 """`MegatronGPTDPOModel`: a policy that learns from preference pairs without a reward model (DPO,
-IPO, RPO); and what it shares with SPIN.
-
-Notation: B pairs on this data-parallel rank, S padded length.
+IPO, RPO); and what it shares with SPIN. B pairs on this data-parallel rank, S padded length.
 """
 
 from collections.abc import Mapping
@@ -22,11 +20,8 @@ from nemo_aligner.training.megatron_steps import Batch
 
 
 class DirectPreferenceMixin(ReferencePolicyMixin, SupervisedInterface):
-    """A policy with a reference policy, and `dpo_loss` of pairs.
-
-    Attributes:
-        loss_settings: arguments of `core.preference.dpo_loss`.
-        gt_reward_scale: factor of the rewards that the data give; None: they give none.
+    """A policy with a reference policy, and `dpo_loss` of pairs with the arguments
+    `loss_settings`; `gt_reward_scale`: factor of the data's rewards; None: there are none.
     """
 
     REFERENCE_COLUMNS: ClassVar[Mapping[str, str]] = {
@@ -43,7 +38,6 @@ class DirectPreferenceMixin(ReferencePolicyMixin, SupervisedInterface):
         (`get_ref_policy_logprobs`), and its gradient unless `forward_only`; all ranks call it with
         their share. Metrics, over the pairs that count: those of `dpo_loss`, the statistics of the
         rewards, `margin` (of the mean rewards) and `weights` (number of pairs).
-
         """
         self._check_reference_columns(batch)
         both = {
@@ -107,9 +101,7 @@ class DirectPreferenceMixin(ReferencePolicyMixin, SupervisedInterface):
 
 
 class MegatronGPTDPOModel(DirectPreferenceMixin):
-    """Policy of DPO on Megatron Core, with the weights of the reference policy in host memory, or
-    with adapters whose base is the reference policy.
-    """
+    """Policy of DPO on Megatron Core; its reference is in host memory, or its adapters' base."""
 
     CONFIG_NAME = "gpt_dpo"
 

@@ -41,7 +41,6 @@ class TopKTeacherModel(MegatronGPTModel):
         """The `top_k` largest logits behind each token, `[B, S, K]`, and the log-prob of the next
         one, `[B, S]`, 0 beyond the lengths; every rank of a TP x PP x CP group calls it with the
         same samples: tokens int64 `[B, S]`, and how many of each matter, int64 `[B]`, at least 1.
-
         """
 
         def output_fn(logits: Tensor, micro_batch: Batch) -> Tensor:
@@ -73,8 +72,7 @@ class GPTKnowledgeDistillationModel(NLPAdapterModelMixin, MegatronGPTModel, Supe
     Attributes:
         loss_settings: arguments of `core.distillation.distillation_loss`.
         logits_scale: factor of the student's logits.
-        generation_params: of its own responses.
-        rollout_micro_batch_size: of them, generated together on a rank; None: all.
+        rollout_micro_batch_size: of its own responses, generated together on a rank; None: all.
         outside_top_k: one of `core.estimators.OUTSIDE_TOP_K`.
     """
 
@@ -117,9 +115,8 @@ class GPTKnowledgeDistillationModel(NLPAdapterModelMixin, MegatronGPTModel, Supe
         self, batch: DistillationBatch, forward_only: bool = False
     ) -> tuple[float, dict[str, float]]:
         """Divergence from the teacher over a global batch, and its gradient unless `forward_only`.
-        Metrics are those of `distillation_loss` and `weights`, the number of what
-        `loss_reduction` averages over. `ConfigError`: the teacher gives one logit of a token.
-
+        Metrics: those of `distillation_loss` and `weights`, the number of what `loss_reduction`
+        averages over. `ConfigError`: the teacher gives one logit of a token.
         """
         mask = batch["loss_mask"].to(get_device())
         log_sum_exp: Any = batch["log_sum_exp_logits"]

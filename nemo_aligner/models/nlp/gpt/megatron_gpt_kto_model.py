@@ -1,8 +1,6 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""`MegatronGPTKTOModel`: a policy that learns from single responses, each of them desirable or not
-(KTO).
-
+"""`MegatronGPTKTOModel`: a policy that learns from single responses, desirable or not (KTO).
 Notation: B samples on this data-parallel rank, S padded length.
 """
 
@@ -23,11 +21,8 @@ from nemo_aligner.parallel.collectives import sum_over_dp
 
 
 class MegatronGPTKTOModel(ReferencePolicyMixin, SupervisedInterface):
-    """Policy of KTO on Megatron Core, with the weights of the reference policy in host memory, or
-    with adapters whose base is the reference policy.
-
-    Attributes:
-        loss_settings: arguments of `core.preference.kto_loss`.
+    """Policy of KTO on Megatron Core; its reference is in host memory, or its adapters' base.
+    `loss_settings`: arguments of `core.preference.kto_loss`.
     """
 
     CONFIG_NAME = "gpt_kto"
@@ -56,7 +51,6 @@ class MegatronGPTKTOModel(ReferencePolicyMixin, SupervisedInterface):
         without a gradient, equal on every rank and at every split (NeMo-Aligner's is the mean over
         ranks of a micro-batch's, each at least 0). All ranks call it, with the weights float32
         `[B]` of the samples; the policy is in evaluation mode afterwards.
-
         """
         self.set_eval()
         logprobs = self.get_inference_log_probs(
@@ -78,7 +72,6 @@ class MegatronGPTKTOModel(ReferencePolicyMixin, SupervisedInterface):
         (`get_ref_policy_logprobs`), and its gradient unless `forward_only`; all ranks call it with
         their share. The mismatched samples have a forward pass of their own before. Metrics, over
         the samples that count: those of `kto_loss`, `kl` (the reference point) and `weights`.
-
         """
         self._check_reference_columns(batch)
         weights, count = weights_of_samples(batch["loss_mask"])

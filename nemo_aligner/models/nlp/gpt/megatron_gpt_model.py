@@ -1,9 +1,8 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
 """`MegatronGPTModel`: a GPT of Megatron Core behind NeMo's `ModelPT`, with what every role (actor,
-critic, reward model, SFT) shares: construction from NeMo-style keys, the tokenizer, the weights
-(`.nemo` files, host copies, swaps) and the optimizer. Roles add losses;
-`nemo_aligner.training.megatron_steps` runs the passes.
+critic, reward model, SFT) shares: construction from NeMo-style keys, tokenizer, weights,
+optimizer. Roles add losses; `nemo_aligner.training.megatron_steps` runs the passes.
 """
 
 import contextlib
@@ -83,9 +82,7 @@ RETIRED_HOOKS = {
 
 
 class RetiredHooks:
-    """Base class of models, with methods that raise `UserError` in the place of the retired ones:
-    refuses classes that override these (`ConfigError`).
-    """
+    """Retired methods, which raise `UserError`; `ConfigError`: a subclass overrides one."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -110,7 +107,6 @@ for _name in RETIRED_HOOKS:
 def weights_of_samples(loss_mask: Tensor) -> tuple[Tensor, float]:
     """Weights float32 `[B]` (of `loss_weights`) of the samples with a token in `loss_mask` `[B,
     S]`, and the number of such samples of all ranks, which call it.
-
     """
     valid = loss_mask.ne(0).any(dim=-1).float().to(get_device())
     return loss_weights(valid, sum_over_dp=sum_over_dp), float(sum_over_dp(valid.sum()))
@@ -122,34 +118,24 @@ if isinstance(ALLOWED_TARGET_PREFIXES, list) and "nemo_aligner." not in ALLOWED_
 
 
 class MegatronGPTModel(RetiredHooks, ModelPT):
-    """GPT on Megatron Core.
-
-    Every rank constructs the model, once the processes of the job are connected
-    (`launch.processes.init_distributed`); the constructor sets up Megatron's process groups.
+    """GPT on Megatron Core. Every rank constructs the model, once the processes of the job are
+    connected (`launch.processes.init_distributed`); it sets up Megatron's process groups.
 
     Args:
         cfg: section `model` of a configuration (NeMo keys; docs/config.md), which decides the
             parallel sizes. Missing keys get the defaults of `CONFIG_NAME`.
-        trainer: Lightning trainer of the job, which knows the number of its processes.
 
     Attributes:
         CONFIG_NAME: YAML file whose `model` section this class belongs to; None: a model of
             several jobs, with the fallbacks of `config/keys/model.py`.
-        model: list of this pipeline stage's model chunks. `setup_megatron_optimization` wraps them
-            for training.
-        tokenizer: NeMo tokenizer.
-        transformer_config: Megatron Core's configuration.
-        padded_vocab_size: rows of the embedding table; ids from `tokenizer.vocab_size` on are
-            padding.
+        model: this pipeline stage's chunks, which `setup_megatron_optimization` wraps.
+        padded_vocab_size: rows of the embedding table; ids from `tokenizer.vocab_size` on pad it.
         micro_batch_tokens: most tokens of a forward pass in place of a number of samples, or None.
         restore_path: checkpoint that the weights were loaded from; None: they are random.
         loss_reduction: what a loss is the mean of, one of `estimators.ROLLOUT_REDUCTIONS`.
-        longest: of `loss_weights`, for a policy.
         stored_dropout: keys of that checkpoint which are written again where this job has 0.
 
-    Raises:
-        UserError: the processes of the job are not connected, or the tokenizer cannot be read.
-        ConfigError: an unsupported value in `cfg`.
+    `UserError`: processes not connected, tokenizer not readable; `ConfigError`: unsupported value.
     """
 
     CONFIG_NAME: str | None = None
@@ -268,9 +254,8 @@ class MegatronGPTModel(RetiredHooks, ModelPT):
     def setup_megatron_optimization(
         self, max_steps: int
     ) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
-        """Wrap the chunks for data parallelism, build optimizer and schedule (over `max_steps`
-        updates of the whole job); on all ranks, once.
-
+        """Wrap the chunks, build optimizer and schedule over the job's `max_steps`; all ranks call
+        it, once.
         """
         self.model = wrap_with_ddp(self.model, self.cfg.optim)
         for chunk in self.model:
@@ -287,8 +272,7 @@ class MegatronGPTModel(RetiredHooks, ModelPT):
         wanted = self.to_offload_adam_states and torch.cuda.is_available()
         if not wanted or self._optimizer is None:
             return
-        # Not the optimizer's weights: those in fp32 are the model's own, which inference needs in
-        # place.
+        # Not the optimizer's weights: those in fp32 are the model's own, which inference needs.
         for part in chained_optimizers(self._optimizer):
             for state in part.optimizer.state.values() if part.optimizer is not None else ():
                 for name, value in state.items():
@@ -309,8 +293,7 @@ class MegatronGPTModel(RetiredHooks, ModelPT):
         """Enter training mode and empty the gradient buffers, before a global batch."""
         self.set_train()
         for chunk in self.model:
-            # The fp32 optimizer leaves `grad` pointing into the buffer; the next backward would
-            # count it twice.
+            # The fp32 optimizer's `grad` points into the buffer; backward would add to it.
             chunk.zero_grad(set_to_none=True)
             chunk.zero_grad_buffer()
 
@@ -343,16 +326,13 @@ class MegatronGPTModel(RetiredHooks, ModelPT):
         lengths: Tensor | None = None,
         **options: Any,
     ) -> tuple[dict[str, float], Batch]:
-        """`megatron_steps.forward_backward` of a global batch; all ranks call it.
+        """`megatron_steps.forward_backward` of a global batch; all ranks call it with their share.
 
         Args:
-            columns: this data-parallel rank's share of it.
             mask: `[B, S-1]` or `[B, S]`, non-zero where a token counts: `loss_fn` gets `weights`,
                 by `loss_reduction`; None: they stand in `columns` (else `UserError`).
             loss_reduction, micro_batch_size: None: those of the model and its configuration.
             lengths: int64 `[B]`; None: up to the last token with a weight.
-            options: of `forward_backward`.
-
         """
         micro_batch_size = micro_batch_size or self.cfg.micro_batch_size
         loss_reduction = loss_reduction or self.loss_reduction
@@ -378,9 +358,7 @@ class MegatronGPTModel(RetiredHooks, ModelPT):
         )
 
     def count_of_loss(self, mask: Tensor, loss_reduction: str, micro_batch_size: int) -> float:
-        """How many tokens of the global batch count, or how many of what `loss_reduction` averages
-        over; all ranks call it.
-        """
+        """How many of what `loss_reduction` averages over the batch has; all ranks call it."""
         count = loss_count(mask, loss_reduction, micro_batch_size)
         return float(sum_over_dp(torch.tensor(count, dtype=torch.float64, device=get_device())))
 
@@ -475,7 +453,6 @@ class MegatronGPTModel(RetiredHooks, ModelPT):
     def save_hugging_face(self, folder: Path, weights: Path) -> None:
         """Write a Hugging Face folder with the weights of a checkpoint, without the bias of a
         reward model's head; all ranks call it, and rank 0 writes. `UserError` on all ranks.
-
         """
         from nemo_aligner.checkpoint.hugging_face import writing
 
@@ -519,10 +496,9 @@ class MegatronGPTModel(RetiredHooks, ModelPT):
         skip: tuple[str, ...] = (),
     ) -> None:
         """Load the weights of a `.nemo` at the split of this job; all ranks call it. `UserError`:
-        shapes differ, or, `strict`, the file lacks weights of this model but those of
-        `missing_ok`: prefixes (after `model.`) of names such as those of a new head, which then
-        keep their initial values, as those of `skip` do in any case.
-
+        shapes differ, or, `strict`, the file lacks weights of this model. Those with a prefix
+        (after `model.`) in `missing_ok` may be absent, as of a new head; they and `skip` keep
+        initial values.
         """
         sharded = self.sharded_weights()
         checkpoint = open_source(restore_path)
@@ -550,9 +526,7 @@ class MegatronGPTModel(RetiredHooks, ModelPT):
         sharded: dict[str, dict[str, Any]],
         strict: bool = True,
     ) -> None:
-        """Check that a checkpoint has the weights `sharded` in the same shapes, and `strict` all;
-        else `UserError`.
-        """
+        """Raise `UserError` unless a checkpoint has `sharded`, in its shapes; `strict`: all."""
         wanted = [
             tensor
             for chunk in sharded.values()
@@ -578,9 +552,7 @@ class MegatronGPTModel(RetiredHooks, ModelPT):
                 )
 
     def check_checkpoint(self, folder: Path) -> None:
-        """Check that a training checkpoint belongs to this model, before it is loaded, on all
-        ranks.
-        """
+        """Check, on all ranks, that a checkpoint belongs to this model, before it is loaded."""
 
     @classmethod
     def restore_from(
@@ -602,7 +574,6 @@ class MegatronGPTModel(RetiredHooks, ModelPT):
             strict: as for `load_nemo_weights`.
             save_restore_connector: `CustomSaveRestoreConnector`; of others nothing is used.
             map_location, validate_access_integrity: no effect.
-
         """
         source = open_source(restore_path, "restore_path")
         if return_config:

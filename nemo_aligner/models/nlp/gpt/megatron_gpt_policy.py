@@ -1,9 +1,6 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""`MegatronGPTPolicyModel`: a policy that generates responses and is trained on them, in turns.
-
-It has everything but the loss, which the actor of PPO and the policy of rejection sampling add.
-"""
+"""`MegatronGPTPolicyModel`: a policy that generates responses and is trained on them, in turns."""
 
 import dataclasses
 import itertools
@@ -35,17 +32,14 @@ from nemo_aligner.parallel.device import get_device
 
 
 class MegatronGPTPolicyModel(LogProbsMixin, AlignableGenerativeInterface):
-    """Policy on Megatron Core; a subclass adds the loss (`get_loss_and_metrics`).
+    """Policy on Megatron Core; a subclass adds `get_loss_and_metrics`.
 
     Attributes:
-        SECTION: name of the part of `cfg` that holds the settings of this policy.
-        settings: that part.
+        SECTION: name of the part of `cfg` that holds the settings of this policy, `settings`.
         temperature: of the log-probs; the sampler's is in `generation_params`.
-        environment: replies to responses, so that samples have several turns; None: one response
-            is a sample.
+        environment: replies to responses, for samples of several turns; None: one response each.
 
-    Shapes: B samples on this rank, S padded length, P prompt length, R total length (prompt +
-    response).
+    Shapes: B samples on this rank, S padded length, P prompt length, R total length.
     """
 
     SECTION: str
@@ -140,17 +134,10 @@ class MegatronGPTPolicyModel(LogProbsMixin, AlignableGenerativeInterface):
         """Sample one response to each prompt; every rank of a TP x PP x CP group calls it with the
         same prompts. A response does not depend on the batch, the rank or the split.
 
-        Args:
-            inference_batch: `text` and `length` are needed. Without `sample_seeds` the random
-                stream of a sample depends on `model.seed` and its prompt alone.
-
-        Returns:
-            The samples, on `get_device()`; `sampling_logprobs` only with `return_logprobs`,
-            `observed` and `token_rewards` only with an `environment`.
-
-        Raises:
-            UserError: a prompt leaves no room for a response, or the environment failed.
-
+        `inference_batch` needs `text` and `length`; without `sample_seeds` the random stream of a
+        sample depends on `model.seed` and its prompt alone. The samples are on `get_device()`;
+        `sampling_logprobs` only with `return_logprobs`, `observed` and `token_rewards` only with
+        an `environment`. `UserError`: a prompt leaves no room, or the environment failed.
         """
         prompts, lengths, seeds, *records = self._prompts(inference_batch)
         with self.adapters_for_generation():
@@ -169,12 +156,9 @@ class MegatronGPTPolicyModel(LogProbsMixin, AlignableGenerativeInterface):
     ) -> Iterator[tuple[InferenceBatch, Rollout]]:
         """`infer` for all batches as one queue: as many samples as the first batch has, or as
         `generation.kv_cache_gb` has room for, are decoded together. Every rank of a TP x PP x CP
-        group calls it with the same batches and iterates to the end.
-
-        Yields:
-            The one-dimensional columns of as many prompts as the first batch has (the last group
-            may be smaller), in the order in which their responses ended, and these.
-
+        group calls it with the same batches and iterates to the end. Yields the one-dimensional
+        columns of as many prompts as the first batch has (the last group may be smaller), in the
+        order in which their responses ended, and these.
         """
         iterator = iter(batches)
         first = next(iterator, None)
@@ -192,8 +176,7 @@ class MegatronGPTPolicyModel(LogProbsMixin, AlignableGenerativeInterface):
         params, size = self._params(first), len(first["length"])
         slots, share = self.responses_together(size), first.get("rank_batches")
         if share is not None:
-            # Of a common queue (`batch_iterator.use_flask`) a rank does not draw at once what
-            # others could begin with.
+            # Of a common queue (`batch_iterator.use_flask`) a rank leaves others some.
             slots = min(slots, share * size)
         with self.adapters_for_generation():
             stream = self.generator.stream(prompts(), params, slots, self.environment)
@@ -206,8 +189,8 @@ class MegatronGPTPolicyModel(LogProbsMixin, AlignableGenerativeInterface):
                     yield group, _rollout(generated.at(part), group["length"])
 
     def responses_together(self, size: int) -> int:
-        """How many responses are decoded together: those to a batch of `size` prompts, or as many
-        as `generation.kv_cache_gb` has room for. All ranks that generate together call it.
+        """How many responses to a batch of `size` prompts are decoded together, by
+        `generation.kv_cache_gb`. All ranks that generate together call it.
         """
         memory = self.settings.generation.kv_cache_gb
         return size if memory is None else self.generator.slots_within(memory * 1e9)
@@ -234,10 +217,8 @@ class MegatronGPTPolicyModel(LogProbsMixin, AlignableGenerativeInterface):
         return sample_seeds(self.cfg.seed, 0, torch.tensor(hashes))
 
     def get_ltor_masks_and_position_ids(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Masks and positions of causal attention over samples int64 `[B, S]` (NeMo-Aligner's
-        name): attention mask bool `[B, 1, S, S]` (True: must not see), loss mask float32 `[B, S]`
-        of ones, and position ids int64 `[B, S]`.
-
+        """Attention mask bool `[B, 1, S, S]` (True: must not see) of causal attention over samples
+        int64 `[B, S]`, loss mask float32 `[B, S]` of ones, and position ids int64 `[B, S]`.
         """
         samples, width = tokens.shape
         hidden = torch.ones(width, width, dtype=torch.bool, device=tokens.device).triu(1)

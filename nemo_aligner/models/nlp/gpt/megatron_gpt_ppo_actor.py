@@ -1,8 +1,6 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""`MegatronGPTActorModel`: the policy of PPO. One function computes the log-probs of policy,
-reference and training, in fp32 and at the temperature that the tokens were sampled with.
-"""
+"""`MegatronGPTActorModel`: the policy of PPO. Log-probs: fp32, at the sampling temperature."""
 
 from collections.abc import Callable
 from functools import partial
@@ -21,13 +19,8 @@ from nemo_aligner.parallel.collectives import sum_over_dp
 
 
 class MegatronGPTActorModel(ReferencePolicyMixin, MegatronGPTPolicyModel, PolicyWithReference):
-    """Policy of PPO on Megatron Core.
-
-    Attributes:
-        policy_loss, ratio_eps, ratio_eps_high, dual_clip: of the loss.
-        entropy_bonus, kl_loss_coef, kl_loss_estimator: of what is added to it.
-        train_on_truncated: responses that did not end count in the loss too.
-        surrogate_of: a user's own loss of a token (`ppo_actor_loss`), or None.
+    """Policy of PPO on Megatron Core; its attributes are arguments of `ppo_actor_loss`, and
+    `train_on_truncated`: responses that did not end count in the loss too.
     """
 
     CONFIG_NAME = "gpt_ppo_actor"
@@ -57,10 +50,9 @@ class MegatronGPTActorModel(ReferencePolicyMixin, MegatronGPTPolicyModel, Policy
     def get_loss_and_metrics(
         self, batch: PPOTrainBatch, forward_only: bool = False
     ) -> tuple[float, dict[str, float]]:
-        """PPO loss (`nemo_aligner.core.losses.ppo_actor_loss`) of a global batch, and its gradient
-        unless `forward_only`, over the samples whose response ended (`is_end`) unless
+        """PPO loss (`core.losses.ppo_actor_loss`) of a global batch, and its gradient unless
+        `forward_only`, over the samples whose response ended (`is_end`) unless
         `train_on_truncated`; all ranks call it with their share.
-
         """
         mask = batch["mask"]
         if not self.train_on_truncated:

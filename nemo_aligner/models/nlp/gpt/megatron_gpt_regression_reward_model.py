@@ -1,7 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""`MegatronGPTRegressionRewardModel`: learns the labels that people gave to samples, one number
-per attribute, or which of two samples they preferred and how much.
+"""`MegatronGPTRegressionRewardModel`: learns people's labels of samples, one number per attribute,
+or which of two samples they preferred and how much.
 
 Notation: B samples (or pairs) on this data-parallel rank, S padded length, A attributes.
 """
@@ -27,19 +27,15 @@ from nemo_aligner.training.megatron_steps import Batch
 # The metric that holds the moments of the correlation, float64 [6, A], until `summarize_metrics`.
 MOMENTS = "moments"
 
-# The attribute that pairs are compared by: NeMo-Aligner's, where it is the helpfulness of
-# HelpSteer's list. A model of one attribute has only that one.
+# The attribute that pairs are compared by, if there are several: NeMo-Aligner's (helpfulness).
 COMPARED_ATTRIBUTE = 4
 
 
 class MegatronGPTRegressionRewardModel(MegatronGPTRewardModel):
     """Reward model with A attributes, trained on labels; with one of
     `estimators.PREFERENCE_LOSSES` as `regression.loss_func` on pairs with a preference. `infer`
-    returns [N, A]; with `regression.merge_attributes` their weighted sum [N, 1].
-
-    Args:
-        cfg: as for `MegatronGPTRewardModel`, without `reward_standardization`.
-
+    returns [N, A]; with `regression.merge_attributes` their weighted sum [N, 1]. `cfg`: as for
+    `MegatronGPTRewardModel`, without `reward_standardization`.
     """
 
     def __init__(self, cfg: DictConfig, trainer: Trainer | None = None):
@@ -91,9 +87,7 @@ class MegatronGPTRegressionRewardModel(MegatronGPTRewardModel):
     ) -> tuple[float, Mapping[str, float | Tensor]]:
         """Mean squared error of a global batch, and its gradient unless `forward_only`; with a
         loss of pairs what the base class computes. All ranks call it. Metrics, over the labels
-        that are not `loss_mask_val`: `loss`, `weights` (their number) and `moments`, from which
-        `summarize_metrics` computes the correlation.
-
+        that are not `loss_mask_val`: `loss`, `weights` (their number) and `moments`.
         """
         if "chosen" in batch:
             return super().get_loss_and_metrics(batch, forward_only)  # type: ignore[arg-type]

@@ -1,8 +1,6 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""`MegatronGPTReinforceActorModel`: the policy of REINFORCE, with the weights of the reference
-policy in host memory.
-"""
+"""`MegatronGPTReinforceActorModel`: the policy of REINFORCE, with its reference policy."""
 
 from lightning.pytorch import Trainer
 from omegaconf import DictConfig
@@ -31,10 +29,8 @@ class MegatronGPTReinforceActorModel(
     def get_loss_and_metrics(
         self, batch: ReinforceTrainBatch, forward_only: bool = False
     ) -> tuple[float, dict[str, float]]:
-        """REINFORCE loss (`nemo_aligner.core.losses.reinforce_loss`) of a global batch, over the
-        samples whose response ended (`is_end`), and its gradient unless `forward_only`; all ranks
-        call it with their share.
-
+        """REINFORCE loss (`reinforce_loss`) of a global batch, over samples whose response ended
+        (`is_end`), and its gradient unless `forward_only`; all ranks call it with their share.
         """
         mask = batch["mask"] * batch["is_end"].unsqueeze(-1)
         columns = {

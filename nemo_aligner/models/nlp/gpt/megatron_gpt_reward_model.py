@@ -1,8 +1,6 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""`MegatronGPTRewardModel`: learns from pairs which sample is better, then gives any sample a
-reward.
-
+"""`MegatronGPTRewardModel`: learns from pairs which sample is better; then gives samples rewards.
 Notation: B pairs (or N samples) on this data-parallel rank, S padded length.
 """
 
@@ -58,13 +56,10 @@ class MegatronGPTRewardModel(
     Attributes:
         has_trained_head: the weights were loaded with a head trained to give rewards. A language
             model has no head, and a critic's gives values.
-        forward_micro_batch_size: samples per forward pass of `infer`.
         pair_loss: the loss of pairs, one of `estimators.PREFERENCE_LOSSES`.
-        pairs_per_micro_batch: pairs of one forward pass in training.
         reward_mean_std: mean and standard deviation that rewards are standardized with, or None.
 
-    Raises:
-        ConfigError: attribute weights or standardization that cannot work.
+    `ConfigError`: attribute weights or standardization that cannot work.
     """
 
     def __init__(self, cfg: DictConfig, trainer: Trainer | None = None):
@@ -94,9 +89,7 @@ class MegatronGPTRewardModel(
 
     @classmethod
     def check_training_config(cls, cfg: DictConfig) -> None:
-        """Check that this kind can be trained with the section `cfg`: what the head gives must be
-        what the loss compares; else `ConfigError`.
-        """
+        """Raise `ConfigError` unless what the head gives is what the loss of `cfg` compares."""
         cfg = complete_model(cfg, cls.CONFIG_NAME)
         if cfg.output_sequence:
             remedy = "set it to False to train a reward model."
@@ -193,7 +186,6 @@ class MegatronGPTRewardModel(
         them, and its gradient unless `forward_only`; all ranks call it with their share. Metrics,
         over the pairs that count: `loss`, `acc` (share in the right order), `weights` (number of
         pairs), `rewards_{chosen,rejected,all}_mean` and `rewards_all_std`.
-
         """
         weights, count = weights_of_samples(batch["loss_mask"])
         lengths = interleave(batch["chosen_length"], batch["rejected_length"])
@@ -241,19 +233,12 @@ class MegatronGPTRewardModel(
         group calls it with the same samples.
 
         Args:
-            inputs: N strings, or (tokens int64 [N, S], lengths int64 [N] or [N, 1]) with lengths
-                from 1 to S.
-            add_BOS, add_EOS: put these tokens around each string; None: bos as the tokenizer
-                itself does it.
+            inputs: N strings, or (tokens int64 [N, S], lengths int64 [N] or [N, 1], 1 to S).
+            add_BOS, add_EOS: put these tokens around each string; None: bos as the tokenizer.
 
-        Returns:
-            float32 on `get_device()`: [N, 1], [N, A] with several attributes, or [N, S], 0 beyond
-            the length of a sample.
-
-        Raises:
-            UserError: a string without tokens or longer than `encoder_seq_length`, or a length
-                out of range.
-
+        Returns float32 on `get_device()`: [N, 1], [N, A] with several attributes, or [N, S], 0
+        beyond the length of a sample. `UserError`: a string without tokens or longer than
+        `encoder_seq_length`, or a length out of range.
         """
         tokens, lengths = (
             inputs if isinstance(inputs, tuple) else self.tokenize(inputs, add_BOS, add_EOS)
@@ -287,7 +272,6 @@ class MegatronGPTRewardModel(
     ) -> tuple[Tensor, Tensor]:
         """Tokens int64 [N, longest], padded with eos, and lengths int64 [N] of N strings.
         `UserError`: a string has no tokens, or more than `encoder_seq_length`.
-
         """
         limit = self.cfg.encoder_seq_length
         tokens, lengths = tokenize_batch(sentences, self.tokenizer, limit + 1, add_BOS, add_EOS)

@@ -8,10 +8,7 @@ from nemo_aligner.models.nlp.gpt.megatron_gpt_policy import MegatronGPTPolicyMod
 
 
 class MegatronGPTRSModel(MegatronGPTPolicyModel):
-    """Policy of rejection sampling on Megatron Core. Its log-probs are at temperature 1: the loss
-    is the likelihood under the model itself.
-
-    """
+    """Its log-probs are at temperature 1: the loss is the likelihood under the model."""
 
     CONFIG_NAME = "gpt_rs_actor"
     SECTION = "rs"
@@ -19,9 +16,8 @@ class MegatronGPTRSModel(MegatronGPTPolicyModel):
     def get_loss_and_metrics(
         self, batch: RSTrainBatch, forward_only: bool = False
     ) -> tuple[float, dict[str, float]]:
-        """Negative log-likelihood (`nemo_aligner.core.losses.sft_loss`) of the responses in a
-        global batch, and its gradient unless `forward_only`; all ranks call it with their share.
-
+        """Negative log-likelihood (`core.losses.sft_loss`) of the responses in a global batch, and
+        its gradient unless `forward_only`; all ranks call it with their share.
         """
         columns = {"tokens": batch["response_tokens"]}
         return self.compute_loss(sft_loss, columns, forward_only, mask=batch["mask"])

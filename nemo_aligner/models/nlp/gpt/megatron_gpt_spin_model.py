@@ -1,9 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
 """`MegatronGPTSPINModel`: a policy that learns to tell the responses of the data from those of its
-former self (self-play fine-tuning).
-
-Notation: B pairs on this data-parallel rank, S padded length.
+former self (self-play fine-tuning). B pairs on this data-parallel rank, S padded length.
 """
 
 from collections.abc import Mapping
@@ -28,13 +26,10 @@ _SIDES = {"actual": "chosen", "generated": "rejected"}
 
 class MegatronGPTSPINModel(MovingReferenceMixin, DirectPreferenceMixin, MegatronGPTPolicyModel):
     """Policy of SPIN on Megatron Core. Its reference is the policy at the beginning of the
-    iteration, in host memory; with adapters these alone.
-
-    Its log-probs are at temperature 1, whatever the sampling temperature.
+    iteration, in host memory; with adapters these alone. Its log-probs are at temperature 1.
 
     Attributes:
         ref_policy_kl_penalty: beta of the loss, in the iteration at hand.
-        validation_micro_batch_size: samples per forward pass of validation.
     """
 
     CONFIG_NAME = "gpt_spin"
@@ -83,7 +78,6 @@ class MegatronGPTSPINModel(MovingReferenceMixin, DirectPreferenceMixin, Megatron
         `generated` for `chosen` and `rejected`; `ref_policy_kl_penalty`; of the generated
         responses `avg_generated_lengths` (in tokens), `fraction_of_samples_properly_ended` and
         `identical_fraction`, the share that equals the response of the data.
-
         """
         loss, metrics = super().get_loss_and_metrics(_preference_pairs(batch), forward_only)
         # The likelihood of the data is not part of this loss, but the mean log-prob shows it.
@@ -97,9 +91,8 @@ class MegatronGPTSPINModel(MovingReferenceMixin, DirectPreferenceMixin, Megatron
     def get_loss_and_metrics_vanilla_sft(
         self, batch: SFTBatch, forward_only: bool
     ) -> tuple[float, dict[str, float]]:
-        """Negative log-likelihood per token of the responses of a global batch: what validation
-        measures, since it needs no generation. All ranks call it.
-
+        """Negative log-likelihood per token of the responses: needs no generation. All ranks call
+        it.
         """
         return self.compute_sft_loss(
             batch, forward_only, "token", self.validation_micro_batch_size
@@ -107,7 +100,6 @@ class MegatronGPTSPINModel(MovingReferenceMixin, DirectPreferenceMixin, Megatron
 
 
 def _preference_pairs(batch: Mapping[str, Tensor]) -> DirectPairBatch:
-    """A `SelfPlayBatch` as preference pairs."""
     pairs: Any = {"loss_mask": batch["loss_mask"]}
     for own, name in _SIDES.items():
         pairs[name] = batch[own]

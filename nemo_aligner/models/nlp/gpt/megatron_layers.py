@@ -1,8 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
 """The layers of a GPT, as a specification for Megatron Core: Transformer Engine's on a GPU that
-has it, elsewhere Megatron Core's local ones with `SDPAttention` (PyTorch's fused attention) and
-norms that support sequence parallelism.
+has it, else Megatron Core's local ones with PyTorch's attention and sequence-parallel norms.
 """
 
 import math
@@ -42,9 +41,7 @@ class SDPAttention(MegatronModule):
     is `[t, np*hn]`; each sample attends to itself alone.
 
     Under context parallelism these are this rank's share of the positions
-    (`nemo_aligner.parallel.context_parallel`); keys and values of one layer at a time are
-    gathered.
-
+    (`parallel.context_parallel`); keys and values of one layer at a time are gathered.
     """
 
     def __init__(
@@ -102,8 +99,7 @@ class SDPAttention(MegatronModule):
             mask = in_window if mask is None else mask & in_window
         arguments = queries, keys, values, mask, self.softmax_scale
         if self.training and self.attention_dropout > 0:
-            # Heads are split over TP ranks (and queries over CP ranks), so each draws its own
-            # dropout mask.
+            # Heads are split over TP ranks (and queries over CP ranks): each draws its own mask.
             with tensor_parallel.get_cuda_rng_tracker().fork():
                 return attention(*arguments, self.attention_dropout)
         return attention(*arguments)
@@ -112,7 +108,6 @@ class SDPAttention(MegatronModule):
 class _ZeroCentered:
     """A norm whose weight is stored as its distance from 1 (`layernorm_zero_centered_gamma`). It
     computes in float32 like Transformer Engine: in bf16, 1 + weight would lose the last bits.
-
     """
 
     weight: torch.nn.Parameter
@@ -152,9 +147,8 @@ class RMSNorm(torch.nn.RMSNorm):
 
 class LocalNorm:
     """`torch.nn.LayerNorm` or `RMSNorm`, or their zero-centered forms, whose parameters have the
-    attribute `sequence_parallel` (Megatron Core's wrapper does not set it). A class, because
-    Megatron's specifications treat a function as something already built.
-
+    attribute `sequence_parallel` (Megatron Core's wrapper does not set it). A class: Megatron's
+    specifications treat a function as something already built.
     """
 
     def __new__(  # type: ignore[misc]  # gives PyTorch's own class
@@ -186,10 +180,7 @@ class SwiGLUMLP(MLP):
 
 
 class Router(TopKRouter):
-    """Megatron Core's router, for machines without Transformer Engine (its `gating` uses a name
-    that it imports only with it).
-
-    """
+    """Megatron Core's router without Transformer Engine, whose names its `gating` uses."""
 
     def gating(self, input: Tensor) -> Tensor:
         """Float32 logits `[s, b, experts]` of the hidden states `[s, b, h]`."""
@@ -204,7 +195,6 @@ class Experts(SequentialMLP):
     """Megatron Core's sequential experts, with initial weights that do not depend on the split:
     each rank draws those of all experts of its layer and keeps its own. Megatron Core's CPU
     initialization would give the first expert of every rank the same.
-
     """
 
     local_experts: Any
@@ -226,15 +216,15 @@ class Experts(SequentialMLP):
         self.local_experts = torch.nn.ModuleList(mine)
         self.num_local_experts = num_local_experts
         for expert in mine:
-            # Tokens reach an expert through the dispatcher, so its layers have nothing to sum over
-            # ranks. Megatron Core leaves the sum out only with several ranks; with one, autograd
-            # rejects the bias that is added to the sum in place.
+            # The dispatcher brings the tokens, so there is nothing to sum over ranks. Megatron
+            # Core leaves the sum out only with several; with one, autograd rejects the bias added
+            # to the sum in place.
             expert.linear_fc2.explicit_expert_comm = True
 
 
 def scale_embeddings(model: Any) -> None:
-    """Make the embedding layer of a `GPTModel` multiply its output by the square root of the
-    hidden size (`apply_embedding_scaling`, as in Gemma). A shared output layer is not affected.
+    """Make the embedding layer of a `GPTModel` multiply its output by sqrt(hidden size)
+    (`apply_embedding_scaling`, as in Gemma). A shared output layer is not affected.
     """
     factor = math.sqrt(model.config.hidden_size)
 
@@ -246,9 +236,8 @@ def scale_embeddings(model: Any) -> None:
 
 
 def compute_swiglu_at_once(model: Any) -> None:
-    """Make the local feed-forward layers of a built model with SwiGLU `SwiGLUMLP`s: Megatron Core
-    warns of a specification that names another class.
-
+    """Use `SwiGLUMLP`s in a built model: Megatron Core warns of a specification that names
+    another.
     """
     config = model.config
     if config.gated_linear_unit and config.activation_func is F.silu:
@@ -258,11 +247,9 @@ def compute_swiglu_at_once(model: Any) -> None:
 
 
 def compute_logits_batch_first(model: Any) -> None:
-    """Make the output layer of a `GPTModel` compute its logits in the order `[B, S, V/TP]` that
-    `GPTModel` returns: it would copy them, and their gradient; here the hidden states are copied,
-    which are far smaller (not with sequence parallelism, which gathers along their first
-    dimension).
-
+    """Make the output layer of a `GPTModel` compute its logits as `[B, S, V/TP]`, which `GPTModel`
+    returns: it would copy them, and their gradient. Here the far smaller hidden states are copied
+    (not with sequence parallelism, which gathers along their first dimension).
     """
     if model.config.sequence_parallel:
         return
@@ -295,7 +282,6 @@ def build_layer_spec(
 
 
 def _use_our_parts(layer: ModuleSpec, config: TransformerConfig) -> None:
-    """Put our norms, attention, router and experts into a local layer."""
     submodules: Any = layer.submodules
     submodules.input_layernorm = LocalNorm
     submodules.pre_mlp_layernorm = LocalNorm

@@ -1,10 +1,9 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
 """What NeMo-Aligner's functions do with a model: weights in host memory (copies, swaps, names),
-and steps of a loop of one's own. A `MegatronGPTModel` has methods for the weights, whose copies
-cover every chunk of a pipeline stage and never hold the prefix of a precision wrapper, so that
-`megatron_amp_O2` makes no difference. Steps do what the base class does: a method of a subclass
-may call the function of its own name.
+and steps of a loop of one's own. Copies of a `MegatronGPTModel` cover every chunk of a pipeline
+stage, without the prefix of a precision wrapper: `megatron_amp_O2` makes no difference. Steps do
+what the base class does: a method of a subclass may call the function of its own name.
 """
 
 import copy
@@ -37,10 +36,8 @@ def copy_model_states_to_cpu(
     """Copy the model's weights to host memory, over an earlier copy `cpu_dict` if there is one.
 
     Args:
-        model: `MegatronGPTModel` or another module.
-        megatron_amp_O2: names of another module's weights get NeMo's prefix of a precision
-            wrapper (`convert_to_amp_o2_format`).
-        sync: wait until the copies are complete; a `MegatronGPTModel` always waits.
+        model: `MegatronGPTModel`, which always waits for the copies, or another module.
+        megatron_amp_O2: another module's weights get NeMo's names (`convert_to_amp_o2_format`).
         alias_non_tensor: do not copy what is not a tensor.
     """
     if isinstance(model, MegatronGPTModel):
@@ -106,9 +103,7 @@ def adapter_control(model: Any) -> Iterator[None]:
 
 
 def prepare_for_training_step(ptl_model: MegatronGPTModel, zero_grad: bool = True) -> None:
-    """Enter training mode and empty the gradient buffers (which `zero_grad=False` does not
-    prevent: Megatron's schedule adds to what is there).
-    """
+    """Enter training mode and empty the gradient buffers, with `zero_grad=False` too."""
     MegatronGPTModel.prepare_for_training_step(ptl_model)
 
 
@@ -137,9 +132,7 @@ def grad_reductions(ptl_model: MegatronGPTModel) -> None:
 
 
 def clip_gradients(ptl_model: MegatronGPTModel | Optimizer, clip_val: float | None) -> None:
-    """Set the norm of gradients to which the next step clips, of a model or its optimizer; None or
-    <= 0 switches clipping off.
-    """
+    """Set the norm of gradients to which the next step clips; None or <= 0: no clipping."""
     optimizer: Any = ptl_model
     if isinstance(ptl_model, MegatronGPTModel):
         optimizer = ptl_model._optimizer

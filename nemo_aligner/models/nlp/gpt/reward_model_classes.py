@@ -22,12 +22,8 @@ def reward_model_class(name: str | None) -> type[MegatronGPTRewardModel]:
 def held_out_text(
     kind: RewardModelType, metrics: dict[str, float], samples: float, num_attributes: int = 1
 ) -> str:
-    """The result of a validation in words: "held-out accuracy 0.980 on 256 pairs".
-
-    Args:
-        kind: of the reward model; one with labels that learns pairs has their accuracy too.
-        metrics, samples: an entry of `SupervisedTrainer.held_out`.
-        num_attributes: of the reward model; with several, the correlation of each is named.
+    """The result of a validation in words: "held-out accuracy 0.980 on 256 pairs". `metrics`,
+    `samples`: an entry of `SupervisedTrainer.held_out`; each attribute has a correlation.
     """
     key, name, unit = "correlation", "correlation", "labels"
     if "acc" in metrics or kind is RewardModelType.BINARY_RANKING:

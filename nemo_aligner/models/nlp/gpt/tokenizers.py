@@ -34,11 +34,8 @@ SENTENCEPIECE = "GPTSentencePieceTokenizer"
 
 @dataclass(frozen=True)
 class Library:
-    """One value of `model.tokenizer.library`.
-
-    Attributes:
-        reads: the keys of `model.tokenizer` that it is built from; empty for one that is refused.
-        note: what else there is to know; for one that is refused, the reason and the remedy.
+    """One value of `model.tokenizer.library`: `reads`, the keys of `model.tokenizer` that it is
+    built from (none if it is refused), and `note`, more to know, or the reason and the remedy.
     """
 
     reads: str
@@ -70,9 +67,7 @@ LIBRARIES = {
 
 def build_tokenizer(cfg: DictConfig) -> TokenizerSpec:
     """NeMo tokenizer from the section `model.tokenizer`. `ConfigError`: a library or a combination
-    of keys is not supported; `UserError`: a file does not exist or cannot be read, or a package is
-    missing.
-
+    of keys is not supported; `UserError`: a file or a package is missing or broken.
     """
     legacy = cfg.get("sentencepiece_legacy")
     cfg = complete(cfg, None, "model.tokenizer")
@@ -142,7 +137,6 @@ def _hugging_face(cfg: DictConfig) -> AutoTokenizer:
 
 
 def _auto_tokenizer(cfg: DictConfig, name: str, shown: object) -> AutoTokenizer:
-    """NeMo's wrapper of the Hugging Face tokenizer `name`, which messages call `shown`."""
     special_tokens = to_plain(cfg.get("special_tokens")) or {}
     if not isinstance(special_tokens, dict):
         special_tokens = {"additional_special_tokens": special_tokens}
@@ -255,7 +249,6 @@ def _check_one_text_per_kind(key: str, tokens: Any) -> None:
 
 
 def _check_file(cfg: DictConfig, key: str, what: str) -> None:
-    """Raise `UserError` unless the key names a file."""
     path = cfg.get(key)
     check_not_outside(f"model.tokenizer.{key}", path)
     if not path or not Path(path).is_file():
