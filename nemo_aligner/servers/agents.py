@@ -1,6 +1,6 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Agents as the environment of conversations (docs/environments.md): programs that talk to the
+"""Agents as the environment of conversations (docs/rewards.md): programs that talk to the
 policy as to any chat model; `agent_door.py` is the HTTP.
 
 A conversation is a session. The policy reads the ids of the prompt, its own as it sampled them,

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A user's Python class as the environment of conversations (docs/environments.md), run in worker
+"""A user's Python class as the environment of conversations (docs/rewards.md), run in worker
 processes (`user_code.py`). A conversation stays with one worker, which keeps its state.
 """
 
