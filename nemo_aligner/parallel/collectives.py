@@ -72,7 +72,7 @@ def _own(tensor: Tensor | None, dtype: torch.dtype | None) -> Tensor:
 def broadcast_tensor(
     tensor: Tensor | None, src: int, group: ProcessGroup | None, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """The tensor of rank `src` on every rank; elsewhere it may be None."""
+    """The tensor of rank `src` on every rank; others need not know its shape and may pass None."""
     if not _several_ranks(group):
         return _own(tensor, dtype)
     if dist.get_rank() == src:
@@ -139,6 +139,7 @@ def gather_tensor(
 
 
 def gathered(mine: Any, group: ProcessGroup | None = None) -> list[Any]:
+    """`mine` of every rank, in rank order, on every rank; all ranks of `group` call it."""
     if not _several_ranks(group):
         return [mine]
     found = [None] * dist.get_world_size(group)

@@ -125,6 +125,7 @@ def _new_replica_group(timeout: timedelta) -> ProcessGroup:
     replicas = [0] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(replicas, _mcore.get_data_parallel_rank())
     groups = [
+        # A collective of all ranks, members or not.
         torch.distributed.new_group(
             [rank for rank, other in enumerate(replicas) if other == replica], timeout
         )
@@ -196,7 +197,8 @@ is_pipeline_last_stage = _of_megatron("is_pipeline_last_stage", True, ignore_vir
 get_context_parallel_world_size = _of_megatron("get_context_parallel_world_size", 1)
 get_context_parallel_rank = _of_megatron("get_context_parallel_rank", 0)
 get_context_parallel_group = _of_megatron("get_context_parallel_group", _no_group)
-# Ranks that share the experts of a layer; they must pass through every layer equally often.
+# Ranks that share the experts of a layer. They have different samples, but must pass through every
+# layer equally often: tokens travel between them.
 get_expert_model_parallel_group = _of_megatron("get_expert_model_parallel_group", _no_group)
 get_expert_model_parallel_world_size = _of_megatron("get_expert_model_parallel_world_size", 1)
 get_expert_model_parallel_rank = _of_megatron("get_expert_model_parallel_rank", 0)

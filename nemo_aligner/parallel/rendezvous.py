@@ -58,7 +58,8 @@ def join_on_loopback(
 # By process, since threads do not live on in a fork, and by the interfaces that PyTorch was given.
 # None is removed: a fork that freed a device of its parent would wait for the parent's thread.
 _devices: dict[tuple[int, str | None], list[Any]] = {}
-# With these gloo needs a device for each group.
+# With these gloo needs a device for each group: pairs are numbered by rank, or a group that ends
+# shuts its device down.
 _OWN_DEVICES = ("TORCH_GLOO_LAZY_INIT", "GLOO_ENABLE_RANK_AS_SEQUENCE_NUMBER")
 
 

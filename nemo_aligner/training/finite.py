@@ -1,7 +1,8 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
 """Find losses and gradients that are not finite before they change a weight. Megatron Core's own
-check raises before the reduction, on one rank, and leaves the others waiting in it.
+check raises before the reduction, on one rank, and leaves the others waiting in it. Here all ranks
+agree after the reduction and raise together.
 """
 
 import contextlib

@@ -179,6 +179,7 @@ def ignore_signals(_worker: int = 0) -> None:
 
 
 def _largest_of_ranks(number: int) -> int:
+    """A collective of all ranks."""
     from nemo_aligner.parallel.collectives import largest  # by now torch is imported
 
     return largest(number)
