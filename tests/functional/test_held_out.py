@@ -172,4 +172,4 @@ def test_a_language_model_cannot_serve_rewards_beside_its_critic(language_model,
             "model.encoder_seq_length=48",
         ],
     )
-    must_fail_with(job, "no reward head", "trainer.ppo.combine_rm_and_critic_server=False")
+    must_fail_with(job, "no reward head", "combine_rm_and_critic_server=False")
