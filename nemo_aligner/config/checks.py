@@ -22,7 +22,7 @@ from nemo_aligner.config import rules
 from nemo_aligner.config.defaults import CONF, complete_config
 from nemo_aligner.config.inert_keys import INERT, LATER, ONLY, notes_on, old_form_notes
 from nemo_aligner.config.rules import check_values
-from nemo_aligner.config.schema import COMMAND_PAGES, FREE, LIVE
+from nemo_aligner.config.schema import FREE, LIVE
 from nemo_aligner.config.values import Values, plain_dict, resolved
 from nemo_aligner.core.errors import ConfigError
 from nemo_aligner.parallel.environment import is_rank_zero
@@ -175,10 +175,9 @@ def check_keys(tree: Mapping, config_name: str) -> None:
     """Refuse unknown keys of `tree`, a plain nested dict, all in one message."""
     unknown = unknown_keys(tree, config_name)
     if unknown:
-        page = COMMAND_PAGES.get(config_name, "config")
         raise ConfigError(
             f"Unknown configuration key{'s' if len(unknown) > 1 else ''} for {config_name}: "
-            f"{'; '.join(unknown)}. Correct or remove it; docs/{page}.md lists every key."
+            f"{'; '.join(unknown)}. Correct or remove it; docs/config.md lists every key."
         )
 
 

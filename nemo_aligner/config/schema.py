@@ -17,14 +17,9 @@ import yaml
 from nemo_aligner.config.fields import meaning_of
 from nemo_aligner.config.jobs import JOBS
 
-# Of the commands that use a trained policy, with the page of docs/ that explains their keys.
-COMMAND_PAGES = {
-    "generate": "config",
-    "evaluate": "config",
-    "compute_topk_logits": "config",
-    "inference_teacher": "config",
-}
-CONFIG_NAMES = tuple(name for name in JOBS if name not in COMMAND_PAGES)
+# Those that use a trained policy.
+COMMANDS = ("generate", "evaluate", "compute_topk_logits", "inference_teacher")
+CONFIG_NAMES = tuple(name for name in JOBS if name not in COMMANDS)
 
 _OF_JOB = {
     name: {key.name: key for key in job.keys.values() if key.acts} for name, job in JOBS.items()

@@ -269,7 +269,7 @@ def run_distributed_inference(
 
     Args:
         inputs: on rank 0, `inputs` int64 [N, S] and `sequence_length` [N] or [N, 1] (arrays or
-            tensors). N should be a multiple of the data-parallel size.
+            tensors); ignored elsewhere. With N below the data-parallel size a rank has no share.
         infer_fn: `infer_fn(inputs=(tokens, lengths))` gives a tensor, or (rewards, values).
     """
     if infer_fn is None:

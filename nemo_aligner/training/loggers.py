@@ -195,7 +195,8 @@ def _number(key: str, value: Any) -> float:
             shape = tuple(value.shape)
             raise TypeError(f"metric {key} has shape {shape}; log one number per key.") from None
     if not isinstance(value, (bool, int, float)):
-        raise TypeError(f"metric {key}={value!r} is no number; log tables with log_table.")
+        kind = type(value).__name__
+        raise TypeError(f"metric {key}={value!r} is a {kind}; log numbers, tables with log_table.")
     return value
 
 

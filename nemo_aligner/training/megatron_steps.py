@@ -310,7 +310,7 @@ def forward_collect(
     """Forward pass of this rank's samples; all ranks call it, with equal shapes in a pipeline.
     Returns the outputs of all samples, `[B, ...]`, on every pipeline stage. Data-parallel ranks
     may have samples of another number and width; with expert parallelism all must call it equally
-    often.
+    often, as each pass needs the experts of all ranks.
 
     Args:
         micro_batch_size: most samples per forward pass. Expert parallelism and virtual pipelining

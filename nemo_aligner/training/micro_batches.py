@@ -173,7 +173,8 @@ def micro_batch_group(model_chunks: Sequence[torch.nn.Module]) -> int:
 
 
 def _check_micro_batches(samples: int, micro_batch_size: int, group: int) -> None:
-    size, remedy = f"model.micro_batch_size={micro_batch_size}", "change it or global_batch_size."
+    size = f"model.micro_batch_size={micro_batch_size}"
+    remedy = "change it or model.global_batch_size."
     if samples % micro_batch_size:
         raise UserError(
             f"{samples} samples per data-parallel rank are not divisible by {size}; {remedy}"
@@ -181,6 +182,6 @@ def _check_micro_batches(samples: int, micro_batch_size: int, group: int) -> Non
     if samples // micro_batch_size % group:
         raise UserError(
             f"{samples} samples per data-parallel rank with {size} make no multiple of "
-            f"pipeline_model_parallel_size={group} micro-batches, as virtual pipelining needs; "
-            + remedy
+            f"model.pipeline_model_parallel_size={group} micro-batches, as "
+            f"model.virtual_pipeline_model_parallel_size needs it; {remedy}"
         )
