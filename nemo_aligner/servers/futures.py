@@ -155,6 +155,7 @@ def wait_for_all(pending: Iterable[Awaitable | Exception]) -> None:
         while left and failure is None:
             state, result = _poll(left[0], max(deadline - time.monotonic(), 0.0))
             if state == "pending":
+                left.append(left.pop(0))  # another one's failure does not wait for it
                 break
             if state == "failed":
                 failure = result

@@ -19,7 +19,7 @@ import pytest
 
 from nemo_aligner.config.server_rules import RewardModelSpec
 from nemo_aligner.core.errors import ServerJobError, ServerRequestError, cause_in
-from nemo_aligner.servers import exchange, fleet, schema
+from nemo_aligner.servers import exchange, fleet, futures, schema
 from nemo_aligner.servers.http_communicator import ServerUnreachableError
 from nemo_aligner.servers.scoring_clients import send_to_fleets
 from nemo_aligner.servers.served_model import ServerMismatchError
@@ -462,3 +462,11 @@ def test_a_lost_probe_does_not_take_back_a_server_that_hangs():
             server.hung = True
             servers._note_probe(server, 503, "not ready")
             assert not server.hung
+
+
+def test_a_failure_does_not_wait_for_a_fleet_before_it(monkeypatch):
+    monkeypatch.setattr(futures, "JOINT_HEARTBEAT_S", 0.3)
+    with ScriptedServer(ready=400) as other:
+        with Running(closed_port(), init_timeout_s=HANG_S) as first:
+            with Running(other, init_timeout_s=0.5) as second, says(ServerRequestError, "replies"):
+                futures.wait_for_all([first.fleet, second.fleet])
