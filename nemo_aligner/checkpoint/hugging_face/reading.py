@@ -234,7 +234,8 @@ class FolderWeights:
         if stem.endswith(hf.HEAD):
             return True
         if stem.endswith("norm_") or "layernorm" in stem:
-            return str(self.keys["normalization"]).lower().startswith("layernorm")
+            layernorm = str(self.keys["normalization"]).lower().startswith("layernorm")
+            return layernorm and bool(self.keys["layernorm_bias"])
         qkv = self.keys.get("add_qkv_bias") and stem.endswith("linear_qkv.")
         return bool(qkv or (self.keys["bias"] and "linear_" in stem))
 
