@@ -168,7 +168,13 @@ class Architecture:
     implied: Sequence[str] = ()  # keys of `config.json` that follow from others
 
     def class_for(self, role: str) -> str:
-        return self.class_name + self.endings.get(role, role)
+        """The name of a class; `Unsupported`: the installed transformers has none."""
+        import transformers
+
+        name = self.class_name + self.endings.get(role, role)
+        if not hasattr(transformers, name):
+            raise Unsupported(f"transformers has no class {name} that a folder could name.")
+        return name
 
 
 def model_keys(

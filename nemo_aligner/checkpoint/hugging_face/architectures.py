@@ -8,6 +8,7 @@ from typing import Any
 from nemo_aligner.checkpoint.hugging_face import parts
 from nemo_aligner.checkpoint.hugging_face.architecture import (
     CAUSAL_LM,
+    PER_SAMPLE,
     Architecture,
     Part,
     Rule,
@@ -43,6 +44,7 @@ def _like_llama(
     more: Sequence[Part] = (),
     rope: Part = parts.ROPE,
     implied: Sequence[str] = (),
+    endings: Mapping[str, str] | None = None,
 ) -> Architecture:
     """Llama's architecture with additions and changes; `layer`: rules beside the attention's;
     `activation`: the name of its activation.
@@ -58,6 +60,7 @@ def _like_llama(
         choices={activation: parts.GATED_ACTIVATIONS} | dict(choices or {}),
         parts=(rope, *more),
         implied=implied,
+        endings=endings or {},
     )
 
 
@@ -123,6 +126,7 @@ GEMMA3 = _like_llama(
     "Gemma3",
     always=_GEMMA_2_ALWAYS | {"qk_layernorm": True},
     rope=parts.TWO_ROPES,
+    endings={PER_SAMPLE: "TextForSequenceClassification"},
     **_GEMMA_2 | {"layer": parts.QUERY_KEY_NORM | _GEMMA_2["layer"]},
 )
 
@@ -373,6 +377,28 @@ ARCHITECTURES = {
         QWEN2_MOE,
         QWEN3_MOE,
     )
+}
+
+
+# `model_type` -> why a model cannot be computed here
+REFUSED = {
+    **dict.fromkeys(
+        ("deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite"),
+        "the cache of generation has no multi-head latent attention",
+    ),
+    "gpt_oss": "there are no attention sinks, and no experts with biases and a clamped activation",
+    **dict.fromkeys(
+        ("gemma3", "llama4", "mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"),
+        "it reads images; a folder of its text model alone can be used",
+    ),
+    **dict.fromkeys(
+        ("olmo", "cohere", "falcon", "gpt_neox", "phi", "granitemoe", "glm4_moe", "ernie4_5"),
+        "nobody has described its layers yet; one table in architectures.py would",
+    ),
+    **dict.fromkeys(
+        ("mamba2", "jamba", "bamba", "nemotron_h", "qwen3_next", "granitemoehybrid"),
+        "its layers are not those of a transformer alone",
+    ),
 }
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from nemo_aligner.checkpoint.forms import HF_CONFIG, HF_WEIGHTS
 from nemo_aligner.checkpoint.hugging_face import architecture as hf
-from nemo_aligner.checkpoint.hugging_face.architectures import ARCHITECTURES
+from nemo_aligner.checkpoint.hugging_face.architectures import ARCHITECTURES, REFUSED
 from nemo_aligner.checkpoint.stored_weights import (
     LAYERS,
     EitherName,
@@ -307,8 +307,9 @@ def model_section(path: Path) -> DictConfig:
     if not isinstance(kind, str) or not kind:
         raise UserError(f"{path / HF_CONFIG} has no model_type; it is not a model's.")
     if kind not in ARCHITECTURES:
+        why = f" ({REFUSED[kind]})" if kind in REFUSED else ""
         raise hf.Unsupported(
-            f"{path}: the architecture {kind!r} is not supported; what is: "
+            f"{path}: the architecture {kind!r} is not supported{why}; what is: "
             f"{', '.join(sorted(ARCHITECTURES))}."
         )
     if given.get("quantization_config"):

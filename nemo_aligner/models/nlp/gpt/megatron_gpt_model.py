@@ -447,7 +447,7 @@ class MegatronGPTModel(RetiredHooks, ModelPT):
         """Check that Hugging Face can express the model; `UserError` names the keys."""
         from nemo_aligner.checkpoint.hugging_face import writing
 
-        writing.check(self.cfg)
+        writing.check(self.cfg, has_head=bool(self.fresh_weights()))
 
     def save_hugging_face(self, folder: Path, weights: Path) -> None:
         """Write a Hugging Face folder with the weights of a checkpoint, without the bias of a
