@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 
+from nemo_aligner.checkpoint import hub
 from nemo_aligner.core.errors import UserError
 
 CONFIG_FILE = "model_config.yaml"
@@ -180,8 +181,6 @@ def check_restore_path(
         raise UserError(f"{key} is not set; give the path of a .nemo file or directory.")
     path = Path(path).expanduser()
     if not path.exists():
-        from nemo_aligner.checkpoint.hugging_face import hub
-
         path = hub.folder_of(str(path), key) or path
     if not path.exists():
         raise UserError(

@@ -15,7 +15,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from nemo_aligner.checkpoint.forms import check_complete, check_restore_path
-from nemo_aligner.checkpoint.hugging_face import hub
+from nemo_aligner.checkpoint.hub import HUB
 from nemo_aligner.config.jobs import JOBS
 from nemo_aligner.config.rules import PREFIX_DATA_JOBS, restore_key
 from nemo_aligner.core.errors import UserError
@@ -59,7 +59,7 @@ def check_inputs(cfg: DictConfig, config_name: str) -> None:
     """
     given = {key: OmegaConf.select(cfg, key) for key in (restore_key(config_name), *MODELS, *CODE)}
     for key, value in given.items():
-        if value is None or ("://" in str(value) and not str(value).startswith(hub.DOWNLOAD)):
+        if value is None or ("://" in str(value) and not str(value).startswith(HUB)):
             continue
         if key in CODE:
             from nemo_aligner.servers.user_code import split_spec

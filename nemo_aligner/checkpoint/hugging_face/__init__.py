@@ -5,7 +5,6 @@
     architecture.py    what the table of an architecture declares: keys and names, both ways
     architectures.py   the tables, with what they share in parts.py
     reading.py         a folder as a checkpoint: its files, keys and weights
-    hub.py             models by their names on the Hugging Face Hub
     writing.py         a model written as a folder
     peft_config.py     `adapter_config.json` of a folder of PEFT, in both directions
     peft.py            adapters of a folder of PEFT, read and written

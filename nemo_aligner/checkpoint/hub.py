@@ -7,7 +7,7 @@ from pathlib import Path
 
 from nemo_aligner.core.errors import UserError
 
-DOWNLOAD = "hf://"  # before a name: it may be downloaded
+HUB = "hf://"  # before a name: the model may be downloaded
 _NAME = re.compile(r"(hf:/{1,2})?([\w.-]+/[\w.-]+)(?:@([\w./-]+))?")  # a Path has one slash
 _FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 
@@ -37,7 +37,7 @@ def folder_of(path: str, key: str) -> Path | None:
             command = f"hf download {name}" + (f" --revision {revision}" if revision else "")
             raise UserError(
                 f"{key}={path} does not exist, and no model of this name is in the local Hugging "
-                f"Face cache; give a path, run `{command}`, or write {DOWNLOAD}{path}."
+                f"Face cache; give a path, run `{command}`, or write {HUB}{path}."
             ) from None
         raise _not_downloaded(key, path, error.__cause__ or error) from error
     except Exception as error:  # of the network, the Hub or its licences, in many classes
