@@ -136,7 +136,7 @@ class _Rotation:
     def __init__(self, chunk: Any, local: bool) -> None:
         """`local`: of the layers with a window, where they have another."""
         config = chunk.config
-        self.embedding = None
+        self.embedding: Any = None
         if chunk.position_embedding_type in ("rope", "yarn"):
             self.embedding = chunk.rotary_pos_emb
         if config.rotary_base_local is not None:

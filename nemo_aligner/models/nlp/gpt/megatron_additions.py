@@ -45,7 +45,7 @@ class AllHeadsRMSNorm(torch.nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         wide = x.flatten(2).float()
         squares, width = wide.square().sum(-1, keepdim=True), wide.size(-1)
-        weight = self.weight
+        weight: Tensor = self.weight
         if width < len(weight):
             # Every rank's output depends on the sum: forwards and backwards it is over all ranks.
             squares = reduce_from_tensor_model_parallel_region(squares, group=self.group)
