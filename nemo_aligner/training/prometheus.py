@@ -5,6 +5,7 @@
 import re
 from collections.abc import Mapping
 
+from nemo.utils import logging
 from prometheus_client import CollectorRegistry, Gauge, start_http_server
 
 from nemo_aligner.core.errors import UserError
@@ -34,6 +35,7 @@ class PrometheusLogger:
         except (OSError, OverflowError) as error:
             raise UserError(f"exp_manager.{KEY}={address} cannot be served: {error}.") from error
         self.port = self._server.server_port
+        logging.info(f"metrics for Prometheus: http://{host}:{self.port}/metrics")
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         for key, value in {**metrics, **({} if step is None else {"step": step})}.items():
