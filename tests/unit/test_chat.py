@@ -13,13 +13,13 @@ import torch
 from nemo.collections.common.tokenizers import AutoTokenizer, SentencePieceTokenizer
 
 from nemo_aligner.core.errors import ConfigError, UserError
-from nemo_aligner.data.nlp.chat import chat_end_strings, chat_form
 from nemo_aligner.data.nlp.chat_template import ChatTemplate
 from nemo_aligner.data.nlp.datasets import (
     RegressionRewardModelDataset,
     RewardModelDataset,
     RLHFDataset,
 )
+from nemo_aligner.data.nlp.record_encoder import chat_end_strings, chat_form
 from nemo_aligner.generation.interface import GenerationParams
 from nemo_aligner.generation.text import EndConditions
 from nemo_aligner.models.nlp.gpt.megatron_gpt_ppo_actor import MegatronGPTActorModel

@@ -19,11 +19,10 @@ from omegaconf import OmegaConf
 from nemo_aligner.config.data_rules import plain_columns
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.data.nlp import index_files
-from nemo_aligner.data.nlp.columns import Columns
-from nemo_aligner.data.nlp.data_files import DataFile
 from nemo_aligner.data.nlp.datasets import DPOModelDataset, RewardModelDataset
 from nemo_aligner.data.nlp.prompts import RLHFDataset
-from nemo_aligner.data.nlp.records import Records
+from nemo_aligner.data.nlp.records import Columns, Records
+from nemo_aligner.data.nlp.sources import DataFile
 from tests.chat_forms import FAMILIES, write_tokenizer
 from tests.data_sets import (
     build_labelled,
@@ -450,7 +449,7 @@ def test_damaged_and_empty_files_are_named(tmp_path, no_small_files):
     write_splits(tmp_path / "splits", rows)
     write_saved_splits(tmp_path / "two", rows)
     for name, message in {
-        "cut.parquet": "cut.parquet is not a parquet file, or is cut short",
+        "cut.parquet": "cut.parquet is not a parquet file .*cut short",
         "middle.parquet": "middle.parquet cannot be read after row [0-9]+ .*damaged",
         "other.parquet": "other.parquet is not a parquet file",
         "empty.parquet": "data file .*empty.parquet is empty",

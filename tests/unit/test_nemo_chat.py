@@ -18,8 +18,8 @@ from omegaconf import OmegaConf
 from nemo_aligner.compat.nemo_classes import get_prompt_template_example
 from nemo_aligner.config.defaults import complete_config
 from nemo_aligner.core.errors import ConfigError, UserError
-from nemo_aligner.data.nlp.chat import chat_end_strings, chat_form
 from nemo_aligner.data.nlp.datasets import RewardModelDataset, RLHFDataset
+from nemo_aligner.data.nlp.record_encoder import chat_end_strings, chat_form
 from tests.chat_forms import CORPUS, FAMILIES, write_tokenizer
 from tests.data_sets import MARKS, sft
 

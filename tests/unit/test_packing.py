@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 
 from nemo_aligner.core.masks import one_row_per_sample
 from nemo_aligner.data.nlp.builders import build_dataloader
-from nemo_aligner.data.nlp.packing import PackedDataset, pack
+from nemo_aligner.data.nlp.sft import PackedDataset, pack
 from nemo_aligner.models.nlp.gpt.gpt_sft_model import GPTSFTModel
 from nemo_aligner.parallel.device import get_device
 from tests.cases import some_of

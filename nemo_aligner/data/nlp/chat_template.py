@@ -29,16 +29,14 @@ from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.core.tokenizer import Tokenizer
 from nemo_aligner.data.nlp.chat_records import (
     ASSISTANT,
+    ConversationForm,
+    Encoded,
     Message,
+    check_written,
     is_trained,
     prompt_messages,
     record_tools,
     template_options,
-)
-from nemo_aligner.data.nlp.conversation_form import (
-    ConversationForm,
-    Encoded,
-    check_written,
     without_layout,
 )
 from nemo_aligner.data.nlp.sources import Record

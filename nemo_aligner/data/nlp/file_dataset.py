@@ -4,12 +4,9 @@
 
 import copy
 import functools
-import json
-import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -18,11 +15,11 @@ from nemo.utils import logging
 from omegaconf import DictConfig
 from typing_extensions import Self
 
-from nemo_aligner.core.errors import ConfigError, UserError
-from nemo_aligner.core.leftovers import temporary_folder
+from nemo_aligner.core.errors import UserError
 from nemo_aligner.core.masks import lengths_before
 from nemo_aligner.core.tokenizer import Tokenizer
 from nemo_aligner.data.nlp.chat_records import (
+    ConversationForm,
     Message,
     by_our_names,
     conversation_field,
@@ -30,11 +27,9 @@ from nemo_aligner.data.nlp.chat_records import (
     holds_pair,
     pair_messages,
 )
-from nemo_aligner.data.nlp.columns import prompt_hint
-from nemo_aligner.data.nlp.conversation_form import ConversationForm
 from nemo_aligner.data.nlp.record_encoder import RecordEncoder
-from nemo_aligner.data.nlp.records import Records, settings_of
-from nemo_aligner.data.nlp.sources import Record
+from nemo_aligner.data.nlp.records import Records, prompt_hint, settings_of
+from nemo_aligner.data.nlp.sources import GivenRecords, Record
 
 
 @dataclass(frozen=True)
@@ -193,11 +188,6 @@ class FileDataset(torch.utils.data.Dataset[dict[str, Any]], ABC):
         other.documents = documents
         return other
 
-    def documents_by_file(self) -> list[np.ndarray]:
-        lines = self.documents * self.lines_per_document
-        files = np.searchsorted(self.lines.first_of_file, lines, side="right")
-        return [self.documents[files == n] for n in range(1, len(self.lines.counts) + 1)]
-
 
 NEMO_ALIGNER_ARGUMENTS = tuple(
     "cfg tokenizer name data_prefix documents data seq_length seed drop_last".split()
@@ -206,8 +196,8 @@ Dataset = TypeVar("Dataset", bound=type)
 
 
 def accepts_nemo_aligner_call(cls: Dataset) -> Dataset:
-    """Decorator of a `FileDataset`: it accepts NeMo-Aligner's arguments too. The records of `data`
-    are written to a file that lives as long as the dataset; the other arguments decide nothing.
+    """Decorator of a `FileDataset`: it accepts NeMo-Aligner's arguments too, of which `documents`,
+    `data_prefix`, `seed` and `drop_last` decide nothing.
     """
     own_init = cls.__init__  # type: ignore[misc]
 
@@ -218,11 +208,9 @@ def accepts_nemo_aligner_call(cls: Dataset) -> Dataset:
             own_init(self, *args, **kwargs)
             return
         given = {**dict(zip(NEMO_ALIGNER_ARGUMENTS, args, strict=False)), **kwargs}
-        folder = tempfile.TemporaryDirectory(dir=temporary_folder("nemo_aligner_data_"))
-        self._folder = folder  # copies of the dataset read its file too
         own_init(
             self,
-            paths=[_write_records(given["data"], Path(folder.name), given["name"])],
+            paths=[GivenRecords(given["data"], given["name"])],
             tokenizer=given["tokenizer"],
             name=given["name"],
             data_cfg=given["cfg"].get("data"),
@@ -232,19 +220,6 @@ def accepts_nemo_aligner_call(cls: Dataset) -> Dataset:
     __init__.also_takes = NEMO_ALIGNER_ARGUMENTS  # type: ignore[attr-defined]
     cls.__init__ = __init__  # type: ignore[misc]
     return cls
-
-
-def _write_records(data: Sequence[Any], folder: Path, name: str) -> str:
-    path = folder / f"{name}.jsonl"
-    with path.open("w", encoding="utf-8") as file:
-        for number in range(len(data)):
-            if not isinstance(data[number], Mapping):
-                raise ConfigError(
-                    f"{name} data: record {number} is a {type(data[number]).__name__}; a dataset "
-                    "is built from records of jsonl files, {'text': ...}."
-                )
-            file.write(json.dumps(data[number]) + "\n")
-    return str(path)
 
 
 @accepts_nemo_aligner_call

@@ -16,7 +16,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -27,14 +27,6 @@ from nemo_aligner.core.errors import UserError
 
 FOLDER = ".nemo_aligner_index"
 # Data files of at most `SMALL` bytes are read anew at each start, and nothing is written for them.
-
-
-class Index(NamedTuple):
-    offsets: np.ndarray  # int64
-    notes: np.ndarray  # int64 [records], as the others
-    numbers: np.ndarray  # float64
-    extra: np.ndarray  # int64
-    rows: np.ndarray  # int64, the row that each record is made of; empty if all rows are records
 
 
 def file_fingerprint(path: Path) -> str:
@@ -82,26 +74,28 @@ def tokenizer_fingerprint(tokenizer: Any) -> str | None:
     return key(type(tokenizer).__name__, type(inner).__name__, state, own, ids, list(probe))
 
 
-def keep_index(data: Path, index_dir: str | None, name: str, make: Callable[[], Index]) -> Index:
-    made: list[Index] = []
+def keep_array(
+    data: Path, index_dir: str | None, name: str, dtype: np.dtype, make: Callable[[], np.ndarray]
+) -> np.ndarray:
+    """The array of `make`, [n] of `dtype`: from the file `name`, mapped into memory, if it is
+    there and whole.
+    """
+    made: list[np.ndarray] = []
 
     def write(path: Path) -> None:
         made.append(make())
-        arrays = made[0]._replace(numbers=made[0].numbers.view(np.int64))
-        sizes = [len(array) for array in arrays]
-        shape = (len(sizes) + sum(sizes),)
-        # One array, which can be mapped: the sizes, then the arrays, of which no copy is made.
-        with path.open("wb") as file:
-            header = {"descr": np.dtype(np.int64).str, "fortran_order": False, "shape": shape}
-            np.lib.format.write_array_header_1_0(file, header)
-            for part in (np.array(sizes), *arrays):
-                part.astype(np.int64, copy=False).tofile(file)
+        with path.open("wb") as file:  # by name, numpy adds an ending
+            np.save(file, made[0])
 
     path = keep_file(data, index_dir, name, write)
-    if made:
-        return made[0]
-    index = None if path is None else _read_index(path)
-    return make() if index is None else index
+    if path is not None and not made:
+        try:
+            found = np.load(path, mmap_mode="r", allow_pickle=False)
+            if found.dtype == dtype and found.ndim == 1:
+                return found
+        except (ValueError, OSError, EOFError):
+            pass  # damaged
+    return made[0] if made else make()
 
 
 def keep_file(
@@ -189,17 +183,3 @@ def _alone(lock: Path, data: Path) -> Iterator[None]:
         yield
     finally:
         held.release()
-
-
-def _read_index(path: Path) -> Index | None:
-    """The index, or None if the file is damaged."""
-    try:
-        whole = np.load(path, mmap_mode="r", allow_pickle=False)
-        count = len(Index._fields)
-        ends = np.cumsum([count, *whole[:count].tolist()])
-    except (ValueError, OSError, EOFError):
-        return None
-    if whole.dtype != np.int64 or whole.ndim != 1 or ends[-1] != len(whole):
-        return None
-    index = Index(*(whole[a:b] for a, b in zip(ends[:-1], ends[1:], strict=True)))
-    return index._replace(numbers=index.numbers.view(np.float64))

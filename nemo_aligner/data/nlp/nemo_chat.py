@@ -27,14 +27,16 @@ from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.core.tokenizer import Tokenizer
 from nemo_aligner.data.nlp.chat_records import (
     ASSISTANT,
+    ConversationForm,
+    Encoded,
     Message,
+    check_written,
     is_trained,
     prompt_messages,
     read_messages,
     template_options,
 )
-from nemo_aligner.data.nlp.columns import check_kind
-from nemo_aligner.data.nlp.conversation_form import ConversationForm, Encoded, check_written
+from nemo_aligner.data.nlp.records import check_kind
 from nemo_aligner.data.nlp.sources import Record
 
 SYSTEM, USER, RESPONDER = "System", "User", "Assistant"

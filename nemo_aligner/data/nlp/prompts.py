@@ -17,8 +17,8 @@ from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.core.tensors import batch_pad_to_fixed_len
 from nemo_aligner.core.tokenizer import Tokenizer
 from nemo_aligner.data.nlp.chat_records import A_SAMPLE, Message, prompt_messages
-from nemo_aligner.data.nlp.columns import columns_asked, is_number
 from nemo_aligner.data.nlp.file_dataset import EncodedDataset, Part, accepts_nemo_aligner_call
+from nemo_aligner.data.nlp.records import columns_asked, is_number
 from nemo_aligner.data.nlp.sources import Record
 
 

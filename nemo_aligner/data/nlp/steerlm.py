@@ -16,9 +16,7 @@ from nemo_aligner.core.errors import UserError
 from nemo_aligner.core.preference import target_weights
 from nemo_aligner.core.tensors import batch_pad_to_fixed_len
 from nemo_aligner.core.tokenizer import Tokenizer
-from nemo_aligner.data.nlp.chat_records import Message
-from nemo_aligner.data.nlp.columns import check_kind, is_number
-from nemo_aligner.data.nlp.conversation_form import Encoded
+from nemo_aligner.data.nlp.chat_records import Encoded, Message
 from nemo_aligner.data.nlp.file_dataset import Part, documents_within
 from nemo_aligner.data.nlp.nemo_chat import (
     NEMO_TOKENS,
@@ -33,6 +31,7 @@ from nemo_aligner.data.nlp.nemo_chat import (
     source_of_record,
     turn_text,
 )
+from nemo_aligner.data.nlp.records import check_kind, is_number
 from nemo_aligner.data.nlp.sft import Examples
 from nemo_aligner.data.nlp.sources import Record
 
