@@ -36,7 +36,7 @@ from nemo_aligner.data.nlp.datasets import (
     ResponseDataset,
     RewardModelDataset,
 )
-from nemo_aligner.data.nlp.file_dataset import FileDataset, blend
+from nemo_aligner.data.nlp.file_dataset import FileDataset
 from nemo_aligner.data.nlp.record_encoder import begins_with_conversation, chat_form, say_default
 from nemo_aligner.data.nlp.records import Records
 from nemo_aligner.data.nlp.sft import PackedDataset, SFTChatDataset, SFTDataset
@@ -165,12 +165,12 @@ def _split_common_files(
         chosen = [
             piece[ends[part] : ends[part + 1]] for piece, ends in zip(pieces, bounds, strict=True)
         ]
-        shares = weights
-        if weights is not None and name != "train":  # small files may have no sample for it
-            left = [number for number, piece in enumerate(chosen) if len(piece)]
-            chosen, shares = [chosen[n] for n in left], [weights[n] for n in left]
+        # Small files may have no sample for validation and test.
+        kept = [n for n, piece in enumerate(chosen) if len(piece) or name == "train"]
+        shares = None if weights is None else [weights[n] for n in kept]
         if sum(map(len, chosen)):
-            datasets[name] = whole.select(_mixed(chosen, shares, limits[name], paths))
+            documents = _mixed([chosen[n] for n in kept], shares, limits[name], paths)
+            datasets[name] = whole.select(documents)
             datasets[name].name = name
     return datasets.get("train"), datasets.get("validation"), datasets.get("test")
 
@@ -203,7 +203,7 @@ def _pieces(dataset: Any, weights: Sequence[float] | None) -> list[np.ndarray]:
     """The documents of a dataset; where there are weights, those of each file."""
     if weights is None:
         return [dataset.documents]
-    if not isinstance(dataset, FileDataset) or len(dataset.lines.paths) != len(weights):
+    if not isinstance(dataset, FileDataset):
         raise ConfigError(
             f"model.data.data_prefix has weights, but a {type(dataset).__name__} that is built by "
             "its class cannot be a blend of files; give them without weights."
@@ -229,6 +229,25 @@ def _mixed(
                 f"model.data.data_prefix blends {path}, of which no sample is left for this part."
             )
     return blend(pieces, weights, size)
+
+
+def blend(by_file: list[np.ndarray], weights: Sequence[float], size: int) -> np.ndarray:
+    """int64 [size]: documents of several files in proportion to `weights`, at each position of the
+    file that is furthest behind its share. One that is too small starts again.
+    """
+    from megatron.core.datasets import helpers
+
+    file_of, number_in_file = np.zeros(size, dtype=np.int16), np.zeros(size, dtype=np.int64)
+    shares = np.array(weights, dtype=np.float64)
+    helpers.build_blending_indices(
+        file_of, number_in_file, shares / shares.sum(), len(shares), size, False
+    )
+    result = np.zeros(size, dtype=np.int64)
+    for number, documents in enumerate(by_file):
+        here = file_of == number
+        if here.any():
+            result[here] = documents[number_in_file[here] % len(documents)]
+    return result
 
 
 def _split(size: int, splits_string: str) -> list[int]:
@@ -316,7 +335,7 @@ def build_dataset_generic(
             "tokens. Convert the data to jsonl."
         )
     columns = {"columns": cfg.data.get("columns")}
-    records = Records(data_prefix, [], lambda record: 0, data_cfg=columns)
+    records = list(Records(data_prefix, [], lambda record: 0, data_cfg=columns))
     return cls(
         cfg=cfg,
         tokenizer=tokenizer,

@@ -18,17 +18,12 @@ from nemo_aligner.data.nlp.sources import Record
 Message = dict[str, Any]  # role and content, and what else a template reads
 
 # Names of ShareGPT's speakers; other names are roles already.
+ASSISTANT = "assistant"
 ROLES = {
     "human": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bing": "assistant",
-    "bard": "assistant",
-    "model": "assistant",
-    "observation": "tool",
-    "function_response": "tool",
+    **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model"), ASSISTANT),
+    **dict.fromkeys(("observation", "function_response"), "tool"),
 }
-ASSISTANT = "assistant"
 CONVERSATIONS, PAIR = ("messages", "conversations"), ("chosen", "rejected")
 BESIDE = ("system", "tools", "chat_template_kwargs", "mask", "type")  # fields of a conversation
 A_SAMPLE = ("text", "prompt", *CONVERSATIONS, *BESIDE)
@@ -368,13 +363,14 @@ class ConversationForm(ABC):
         that are trained on, up to the end of the last one; `record`: that they stand in.
         """
 
-    def conversation(self, record: Record) -> Encoded:
-        return self.encode_messages(_conversation(record), record)
+    def conversation(self, record: Record, last_alone: bool = False) -> Encoded:
+        messages = conversation_messages(record)
+        check_response(messages, conversation_field(record) or "")
+        return self.encode_messages(messages, record, (len(messages) - 1) * last_alone)
 
     def sample(self, record: Record) -> list[int]:
         """The tokens of a conversation that is scored: its last response counts."""
-        messages = _conversation(record)
-        return self.encode_messages(messages, record, len(messages) - 1).tokens
+        return self.conversation(record, last_alone=True).tokens
 
     def pair(self, record: Record) -> tuple[Encoded, Encoded]:
         """Both conversations of a pair, the better one first."""
@@ -385,9 +381,3 @@ class ConversationForm(ABC):
     def response(self, record: Record) -> Encoded:
         messages, first = response_messages(record)
         return self.encode_messages(messages, record, first)
-
-
-def _conversation(record: Record) -> list[Message]:
-    messages = conversation_messages(record)
-    check_response(messages, conversation_field(record) or "")
-    return messages

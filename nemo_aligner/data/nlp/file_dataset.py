@@ -111,14 +111,16 @@ class FileDataset(torch.utils.data.Dataset[dict[str, Any]], ABC):
         """Name the columns that nothing reads; returns the hint of a prompt among them, which is a
         warning unless the data are refused.
         """
-        said = [f"{self.others_are}, in {text}" for text in self.unread_columns()]
-        hints = [text for text in said if text.endswith("reads it.")]
-        for text in said:
-            if text not in hints:
+        hint = ""
+        for found in self.unread_columns():
+            text = f"{self.others_are}, in {found}"
+            if not found.endswith("reads it."):
                 logging.info(f"{self.name} data: {text}")
-            elif not is_refused:
+                continue
+            hint = hint or f"There are {text} "
+            if not is_refused:
                 logging.warning(f"{self.name} data: {text}")
-        return f"There are {hints[0]} " if hints else ""
+        return hint
 
     def check_prompts(
         self, allowed: bool, begins: Callable[[Record], bool], sampled: bool = False
@@ -239,32 +241,17 @@ class EncodedDataset(FileDataset):
         self.encode = self.encoder.encode_text
         self.tokenizer, self.name, self.pad_id = tokenizer, name, tokenizer.eos_id
         self.seq_length, self.data_cfg = seq_length, data_cfg or {}
+        self._prepare(paths)
         depends_on = [*self.encoder.depends_on(), self.what, seq_length]
         self.lines = self.checked_records(paths, depends_on, expand=self.expand)
         self._choose_documents()
 
+    def _prepare(self, paths: Sequence[Any]) -> None:
+        """Look at what the files hold, before all records are read."""
+
     @abstractmethod
     def _choose_documents(self) -> None:
         """Set `documents`, and check what no record says alone."""
-
-
-def blend(by_file: list[np.ndarray], weights: Sequence[float], size: int) -> np.ndarray:
-    """int64 [size]: documents of several files in proportion to `weights`, at each position of the
-    file that is furthest behind its share. One that is too small starts again.
-    """
-    from megatron.core.datasets import helpers
-
-    file_of, number_in_file = np.zeros(size, dtype=np.int16), np.zeros(size, dtype=np.int64)
-    shares = np.array(weights, dtype=np.float64)
-    helpers.build_blending_indices(
-        file_of, number_in_file, shares / shares.sum(), len(shares), size, False
-    )
-    result = np.zeros(size, dtype=np.int64)
-    for number, documents in enumerate(by_file):
-        here = file_of == number
-        if here.any():
-            result[here] = documents[number_in_file[here] % len(documents)]
-    return result
 
 
 def documents_within(

@@ -106,7 +106,11 @@ def keep_file(
     """
     from nemo.utils import logging  # here, as below: NeMo takes seconds to import
 
-    folders = _folders(data, index_dir)
+    chosen = Path(index_dir) if index_dir else (data if data.is_dir() else data.parent) / FOLDER
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    home = os.environ.get("HF_HOME") or f"{base}/huggingface"
+    cache = os.environ.get("HF_DATASETS_CACHE") or f"{home}/datasets"
+    folders = [chosen, Path(cache).expanduser() / "nemo_aligner"]
     for folder in folders:
         if (folder / name).is_file():
             return folder / name
@@ -118,7 +122,7 @@ def keep_file(
             continue  # not ours to write
         os.close(handle)
         try:
-            with _alone(folder / f"{name}.lock", data):
+            with _alone(folder / f"{name}.lock"):
                 if not (folder / name).is_file():  # another process may have been faster
                     logging.info(f"reading {data}; for the next start: {folder / name}")
                     write(Path(temporary))
@@ -155,30 +159,14 @@ def keep_copy(
     return copy
 
 
-def _folders(data: Path, index_dir: str | None) -> list[Path]:
-    """Where the files of `data` may lie, in the order in which they are tried."""
-    chosen = Path(index_dir) if index_dir else (data if data.is_dir() else data.parent) / FOLDER
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    home = os.environ.get("HF_HOME") or f"{base}/huggingface"
-    cache = os.environ.get("HF_DATASETS_CACHE") or f"{home}/datasets"
-    return [chosen, Path(cache).expanduser() / "nemo_aligner"]
-
-
 @contextlib.contextmanager
-def _alone(lock: Path, data: Path) -> Iterator[None]:
-    """One process at a time; on a file system without locks, all of them."""
-    from filelock import FileLock, Timeout
-    from nemo.utils import logging
+def _alone(lock: Path) -> Iterator[None]:
+    """One process at a time; on a file system without locks all of them, which does no harm."""
+    from filelock import FileLock
 
     held = FileLock(lock)
-    try:
-        try:
-            held.acquire(timeout=0)
-        except Timeout:
-            logging.info(f"waiting for another process that reads {data}")
-            held.acquire()
-    except (NotImplementedError, OSError):
-        pass  # the file is renamed when it is complete, so that a second one does no harm
+    with contextlib.suppress(NotImplementedError, OSError):
+        held.acquire()
     try:
         yield
     finally:

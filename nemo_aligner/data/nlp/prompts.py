@@ -79,16 +79,12 @@ class RLHFDataset(EncodedDataset):
                 f"{self.limit_text} (the longest has {self.lines.notes.max()} tokens). Each is "
                 "replaced by the next prompt that fits, without weight in the loss."
             )
-        for document in self.documents if self._weight_column else ():
+        for document in self.documents if self.data_cfg.get("sample_weight") else ():
             self._weight(document)
 
-    @property
-    def _weight_column(self) -> str | None:
-        return self.data_cfg.get("sample_weight") if self.name == "train" else None
-
     def _weight(self, document: int) -> float:
-        column = self._weight_column
-        if not column:
+        column = self.data_cfg.get("sample_weight")
+        if not column or self.name != "train":
             return 1.0
         weight: Any = self.lines[document].get(column)
         if not is_number(weight) or weight < 0:

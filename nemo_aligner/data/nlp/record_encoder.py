@@ -139,10 +139,11 @@ class RecordEncoder:
 
     def form_of(self, record: Record) -> ConversationForm | None:
         """The form that a record is written in; None: its texts stay as they are."""
-        if self.form is not None and self.form.default:
-            if not holds_conversation(record):
-                return None
-            say_default(self.form.default)
+        if self.form is None or not self.form.default:
+            return self.form
+        if not holds_conversation(record):
+            return None
+        say_default(self.form.default)
         return self.form
 
     def prompt(self, record: Record) -> list[int]:

@@ -110,7 +110,8 @@ class Records(Sequence):
             found += arrays
         # A single array stays mapped into memory.
         self._found = found[0] if len(found) == 1 else np.concatenate(found)
-        self.notes, self.numbers, self.extra = map(self._found.__getitem__, FOUND.names[2:])
+        names = ("note", "number", "extra")
+        self.notes, self.numbers, self.extra = (self._found[name] for name in names)
         self.first_of_file = np.cumsum([0, *self.counts[:-1]])
         self._ends = np.cumsum([len(array) for array in found])  # of the sources
         self.starts = np.array([0, *self._ends[:-1]])
@@ -172,7 +173,8 @@ def _read(
     check: Callable[[Record], Iterator[tuple[float, ...]]],
 ) -> np.ndarray:
     """What a check finds of all records of a source, `FOUND`."""
-    before = _state(source)
+    state = lambda: [(file.stat().st_size, file.stat().st_mtime_ns) for file in source.files]
+    before = state()
     found, equal = bytearray(), list[str]()
     for at, number, row in source.scan():
         try:
@@ -189,15 +191,11 @@ def _read(
         raise UserError(f"{where}: {why}")
     if not found:
         raise UserError(f"data file {source.path} is empty.")
-    if _state(source) != before:
+    if state() != before:
         raise UserError(
             f"{source.path} has changed while it was read; start again once it is complete."
         )
     return np.frombuffer(found, dtype=FOUND)
-
-
-def _state(source: RecordSource) -> list[tuple[int, int]]:
-    return [(file.stat().st_size, file.stat().st_mtime_ns) for file in source.files]
 
 
 def check_text(record: Record, *fields: str, allow_blank: bool = False) -> None:

@@ -90,7 +90,7 @@ class Examples(FileDataset):
 
     @property
     def lengths(self) -> np.ndarray:
-        """int64 [len(self)]: tokens of each item."""
+        """int64 [len(self)]: tokens of each item; of texts with `keep_lengths`."""
         return self.lines.numbers[self.documents].astype(np.int64)
 
     def tokens_of(self, record: Record) -> Encoded:
@@ -219,7 +219,7 @@ class SFTDataset(Examples):
     def _inspect(self, record: Record) -> tuple[int, float, int]:
         """What is left, with `keep_lengths` how many tokens, and whether the prompt is empty."""
         said = not self.prompt_fields or any(record[field].strip() for field in self.prompt_fields)
-        text = "".join(text + _field(record, field) for text, field in self.template)
+        text = "".join(self._texts(record))
         longest = len(text) + EXTRA_TOKENS * len(self.template)
         if text.isascii() and longest <= self.max_seq_length and not self.keep_lengths:
             return WHOLE, 0.0, not said
@@ -227,15 +227,12 @@ class SFTDataset(Examples):
         kept = NO_RESPONSE_LEFT if response_start >= len(tokens) else int(is_truncated)
         return kept, len(tokens), not said
 
-    @property
-    def lengths(self) -> np.ndarray:
-        assert self.keep_lengths
-        return super().lengths
+    def _texts(self, record: Record) -> list[str]:
+        return [text + (record[field] if field else "") for text, field in self.template]
 
     def _encode(self, record: Record) -> tuple[list[int], int, bool]:
         """(tokens, position of the first token of the response, True if truncated)."""
-        texts = [text + _field(record, field) for text, field in self.template]
-        pieces = [self.tokenizer.text_to_ids(text) for text in texts]
+        pieces = [self.tokenizer.text_to_ids(text) for text in self._texts(record)]
         bos: list[Any] = [self.tokenizer.bos_id] if self.add_bos else []
         if sum(pieces, [])[:1] == bos:  # the text begins with it
             bos = []
@@ -308,10 +305,6 @@ class SFTChatDataset(Examples):
         tokens, is_response = self.form.conversation(record)
         limit = self.max_seq_length + 1
         return Encoded(tokens[:limit], is_response[:limit])
-
-
-def _field(record: Record, field: str | None) -> str:
-    return "" if field is None else record[field]
 
 
 def _split_template(template: str, space_sensitive: bool) -> list[tuple[str, str | None]]:
