@@ -125,21 +125,6 @@ def test_pieces_that_a_tokenizer_writes_otherwise_are_refused(tmp_path):
         form.encode_messages(messages_of([("user", "the fi"), ("assistant", "lm")]), {})
 
 
-def test_markers_of_a_template_say_what_is_trained_on(tmp_path):
-    family = FAMILIES["chatml"]
-    marked = (
-        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}"
-        "{% if m.role == 'assistant' %}{% generation %}{{ m.content + '<|im_end|>' }}"
-        "{% endgeneration %}{% else %}{{ m.content + '<|im_end|>' }}{% endif %}{{ '\\n' }}"
-        "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-    )
-    folder = write_tokenizer(tmp_path, family, marked)
-    form = ChatTemplate(AutoTokenizer(folder))
-    for conversation in conversations(4, True, count=6):
-        encoded = form.encode_messages(messages_of(conversation), {})
-        assert tuple(encoded) == slow_encoding(folder, family.write(conversation))
-
-
 def test_a_template_file_takes_the_place_of_the_tokenizers_own(tokenizers, tmp_path):
     file = tmp_path / "other.jinja"
     file.write_text(FAMILIES["chatml"].template.replace("im_start", "im_end"))

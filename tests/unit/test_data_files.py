@@ -340,17 +340,6 @@ def test_a_blend_of_different_kinds_and_columns(tmp_path, tiny_tokenizer):
         DataFile.of({"file": "a"}, "x")
 
 
-def test_splits_of_a_blend_of_folders(tmp_path, tiny_tokenizer):
-    saved = write_saved(tmp_path / "saved", [{"text": f"s{n}"} for n in range(30)])
-    folder = write_folder(tmp_path / "folder", [{"text": f"f{n}"} for n in range(400)])
-    prefix, how = [0.5, str(saved), 0.5, str(folder)], {"splits": "90,10,0", "samples": [20] * 3}
-    train, validation, _ = build_prompts(prefix, tiny_tokenizer, **how)
-    found, held = (prompts_of(part, tiny_tokenizer) for part in (train, validation))
-    assert sorted(found) == sorted([f"s{n}" for n in range(10)] + [f"f{n}" for n in range(10)])
-    assert len(held) == 20
-    assert set(held) == {f"s{n}" for n in range(27, 30)} | {f"f{n}" for n in range(360, 370)}
-
-
 # --- bad input ---
 
 

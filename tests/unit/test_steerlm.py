@@ -30,7 +30,7 @@ from nemo_aligner.servers import schema
 from nemo_aligner.servers.http_communicator import ServerUnreachableError
 from nemo_aligner.servers.served_model import ServerMismatchError
 from nemo_aligner.synthetic.command_line import check_conversation
-from tests.data_sets import read, sft, trained_of
+from tests.data_sets import read
 from tests.patience import patience
 from tests.scripted_server import ScriptedServer, answer, http, triton_config
 
@@ -336,22 +336,6 @@ def test_a_stopped_annotation_goes_on_where_it_ended(tmp_path):
             out.write_bytes(bad)
             with pytest.raises(UserError, match="it is not conversation"):
                 annotated(path, out, server)
-
-
-def test_the_labels_become_conditions_of_supervised_fine_tuning(tmp_path):
-    given = [conversation(2)]
-    path, out = write(tmp_path / "in.jsonl", given), tmp_path / "out.jsonl"
-    with RatingServer() as server:
-        annotated(path, out, server)
-    how = {"is_chat": True, "special_tokens": None}
-    item = sft(str(out), ByteLevelTokenizer({}), {"max_seq_length": 512}, **how)[0]
-    text = bytes(item["tokens"]).decode()
-    assert text.endswith(
-        "<extra_id_1>User\nhello 2\n<extra_id_1>Assistant\n<extra_id_2>length:1,letters:0\naaa\n"
-        "<extra_id_1>User\nmore\n<extra_id_1>Assistant\n<extra_id_2>length:2,letters:4\nbbbb\n"
-        "<extra_id_1>"
-    )
-    assert bytes(trained_of(item)).decode() == "aaa\n<extra_id_1>bbbb\n<extra_id_1>"
 
 
 def test_a_refused_conversation_is_named_and_those_before_it_are_kept(tmp_path):
