@@ -20,8 +20,7 @@ from nemo_aligner.config.defaults import complete_model
 from nemo_aligner.config.rules import check_values
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.core.tokenizer import Tokenizer, begins_with_bos
-from nemo_aligner.data.nlp.chat_records import Message, holds_conversation
-from nemo_aligner.data.nlp.conversation_form import ConversationForm
+from nemo_aligner.data.nlp.chat_records import ConversationForm, Message, holds_conversation
 from nemo_aligner.data.nlp.record_encoder import RecordEncoder
 from nemo_aligner.data.nlp.sources import Record
 from nemo_aligner.generate.settings import RESTORE_KEY
@@ -156,7 +155,7 @@ def free(policy: Policy) -> None:
 
 @dataclass(frozen=True)
 class ChatForm:
-    """Whether a text is a user's message in the form of conversations (`data/nlp/chat.py`)."""
+    """Whether a text is a user's message in the form of conversations (`chat_form`)."""
 
     chat: bool | None  # False: a text is continued as it is; None: True if there is a form
     system: str | None = None

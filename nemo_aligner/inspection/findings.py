@@ -19,12 +19,11 @@ from nemo_aligner.config.jobs import JOBS
 from nemo_aligner.config.values import plain_dict, resolved
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.core.tokenizer import Tokenizer, decode_with_special_tokens, special_ids
-from nemo_aligner.data.nlp import builders, loading
-from nemo_aligner.data.nlp.chat import sft_chat_options
+from nemo_aligner.data.nlp import builders
 from nemo_aligner.data.nlp.chat_records import ASSISTANT, holds_pair
 from nemo_aligner.data.nlp.file_dataset import FileDataset, Part
-from nemo_aligner.data.nlp.packing import PackedDataset
 from nemo_aligner.data.nlp.records import first_record
+from nemo_aligner.data.nlp.sft import PackedDataset
 from nemo_aligner.generate.policy import newest_weights
 from nemo_aligner.generate.settings import compose_settings
 from nemo_aligner.launch.model_loading import OTHER_POLICIES, load_and_override_model_config
@@ -90,13 +89,13 @@ def _build(job: str, cfg: DictConfig, tokenizer: Any) -> FileDataset:
             # Of another job it may be the checkpoint's.
             answer_only_loss="model.answer_only_loss" not in JOBS[job].keys
             or cfg.answer_only_loss,
-            **sft_chat_options(data),
+            data=data,
         )
         if isinstance(dataset, PackedDataset):  # shown as the samples that the packs are made of
             return dataset.dataset
         return dataset
     build = builders.datasets_of_job(job, cfg)
-    dataset, *_others = loading.build_configured_datasets(
+    dataset, *_others = builders.build_configured_datasets(
         OmegaConf.create({"model": cfg}), build, tokenizer
     )
     return dataset

@@ -194,7 +194,6 @@ def logits(cfg: DictConfig) -> None:
         from nemo_aligner.algorithms.topk_logits import write_topk_logits
         from nemo_aligner.checkpoint.sources import open_source
         from nemo_aligner.data.nlp.builders import build_sft_dataset
-        from nemo_aligner.data.nlp.chat import sft_chat_options
         from nemo_aligner.launch.experiment import fix_chat_date, start_processes
         from nemo_aligner.launch.model_loading import complete_model_config, load_from_nemo
         from nemo_aligner.models.nlp.gpt.megatron_gpt_knowledge_distillation import (
@@ -208,7 +207,7 @@ def logits(cfg: DictConfig) -> None:
     fix_chat_date(cfg.data, None)
     model = load_from_nemo(TopKTeacherModel, cfg.model, trainer, restore_path=teacher)
     dataset = build_sft_dataset(
-        cfg.data.data, model.tokenizer, answer_only_loss=True, **sft_chat_options(cfg.data)
+        cfg.data.data, model.tokenizer, answer_only_loss=True, data=cfg.data
     )
     write_topk_logits(
         model,

@@ -21,7 +21,8 @@ from nemo_aligner.config.rules import PREFIX_DATA_JOBS, restore_key
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.data.nlp.chat_records import (
     PAIR,
-    EqualPairError,
+    ConversationForm,
+    Encoded,
     by_our_names,
     conversation_field,
     conversation_messages,
@@ -30,12 +31,16 @@ from nemo_aligner.data.nlp.chat_records import (
     prompt_messages,
     speaks_to_assistant,
 )
-from nemo_aligner.data.nlp.columns import Columns, missing, prompt_hint
-from nemo_aligner.data.nlp.conversation_form import ConversationForm, Encoded
-from nemo_aligner.data.nlp.data_files import CHUNK_ID, DataFile, data_paths, open_quickly
 from nemo_aligner.data.nlp.record_encoder import RecordEncoder
-from nemo_aligner.data.nlp.records import Records, check_text
-from nemo_aligner.data.nlp.sources import Record
+from nemo_aligner.data.nlp.records import (
+    Columns,
+    EqualPairError,
+    Records,
+    check_text,
+    missing,
+    prompt_hint,
+)
+from nemo_aligner.data.nlp.sources import CHUNK_ID, DataFile, Record, data_paths, open_quickly
 
 ROWS = 100  # that are looked at in each data file
 # With a key `file_path`, of a job that reads examples.
@@ -84,7 +89,7 @@ def check_inputs(cfg: DictConfig, config_name: str) -> None:
             raise UserError(f"{key}: {error}") from None
         for source in sources:
             before: Record | None = None  # the first line of a pair
-            for number, row in itertools.islice(source.scan(), ROWS):
+            for _at, number, row in itertools.islice(source.scan(), ROWS):
                 try:
                     record = columns(row)
                     others = set(row) - columns.sources

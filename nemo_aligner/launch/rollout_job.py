@@ -27,14 +27,13 @@ from nemo_aligner.config.judge_rules import JudgeSpec, read_web_rewards
 from nemo_aligner.config.values import plain_dict
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.data.nlp.batch_iterators import get_batch_iterator_cls
-from nemo_aligner.data.nlp.chat import chat_form
-from nemo_aligner.data.nlp.chat_records import holds_conversation
-from nemo_aligner.data.nlp.chat_template import ChatTemplate
-from nemo_aligner.data.nlp.loading import (
+from nemo_aligner.data.nlp.builders import (
     build_configured_datasets,
     build_dataloader,
     build_train_valid_test_datasets,
 )
+from nemo_aligner.data.nlp.chat_records import holds_conversation
+from nemo_aligner.data.nlp.chat_template import ChatTemplate
 from nemo_aligner.data.nlp.prompts import (
     PromptColumns,
     RLHFDataset,
@@ -42,6 +41,7 @@ from nemo_aligner.data.nlp.prompts import (
     collate_with_pad_to_max_batch,
     single_validation_set,
 )
+from nemo_aligner.data.nlp.record_encoder import chat_form
 from nemo_aligner.launch.experiment import (
     Experiment,
     load_trainer_state,

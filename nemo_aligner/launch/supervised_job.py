@@ -13,9 +13,13 @@ from torch.utils.data import DataLoader
 from nemo_aligner.algorithms.reference_log_probs import with_reference_log_probs
 from nemo_aligner.algorithms.supervised import SupervisedTrainer
 from nemo_aligner.core.tokenizer import Tokenizer
-from nemo_aligner.data.nlp.builders import build_sft_dataset, datasets_of_job
-from nemo_aligner.data.nlp.chat import sft_chat_options
-from nemo_aligner.data.nlp.loading import Datasets, build_configured_datasets, build_dataloader
+from nemo_aligner.data.nlp.builders import (
+    Datasets,
+    build_configured_datasets,
+    build_dataloader,
+    build_sft_dataset,
+    datasets_of_job,
+)
 from nemo_aligner.launch.experiment import (
     Experiment,
     load_trainer_state,
@@ -49,7 +53,7 @@ def build_dataloaders(
     """Loaders of the data that `model.data.data_prefix` names.
 
     Args:
-        build: as for `loading.build_configured_datasets`.
+        build: as for `builders.build_configured_datasets`.
         train_random, validation_random: shuffle. The test data keep their order.
         samples_per_item: samples, as batch sizes count them, of an item of the datasets.
         prepare: (dataset, name of the set) to what the loader reads in its place.
@@ -134,7 +138,7 @@ def build_sft_dataloaders(
     trains on the responses only.
     """
     data = cfg.model.data
-    build = partial(build_sft_dataset, answer_only_loss=answer_only_loss, **sft_chat_options(data))
+    build = partial(build_sft_dataset, answer_only_loss=answer_only_loss, data=data)
     return build_sft_loaders(cfg, build, tokenizer, collate_fn)
 
 

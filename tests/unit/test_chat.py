@@ -9,17 +9,16 @@ import pickle
 import random
 
 import pytest
-import torch
 from nemo.collections.common.tokenizers import AutoTokenizer, SentencePieceTokenizer
 
 from nemo_aligner.core.errors import ConfigError, UserError
-from nemo_aligner.data.nlp.chat import chat_end_strings, chat_form
 from nemo_aligner.data.nlp.chat_template import ChatTemplate
 from nemo_aligner.data.nlp.datasets import (
     RegressionRewardModelDataset,
     RewardModelDataset,
     RLHFDataset,
 )
+from nemo_aligner.data.nlp.record_encoder import chat_end_strings, chat_form
 from nemo_aligner.generation.interface import GenerationParams
 from nemo_aligner.generation.text import EndConditions
 from nemo_aligner.models.nlp.gpt.megatron_gpt_ppo_actor import MegatronGPTActorModel
@@ -124,21 +123,6 @@ def test_pieces_that_a_tokenizer_writes_otherwise_are_refused(tmp_path):
     form = ChatTemplate(AutoTokenizer(folder))
     with pytest.raises(UserError, match="the tokenizer joins the text before and after a respons"):
         form.encode_messages(messages_of([("user", "the fi"), ("assistant", "lm")]), {})
-
-
-def test_markers_of_a_template_say_what_is_trained_on(tmp_path):
-    family = FAMILIES["chatml"]
-    marked = (
-        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}"
-        "{% if m.role == 'assistant' %}{% generation %}{{ m.content + '<|im_end|>' }}"
-        "{% endgeneration %}{% else %}{{ m.content + '<|im_end|>' }}{% endif %}{{ '\\n' }}"
-        "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-    )
-    folder = write_tokenizer(tmp_path, family, marked)
-    form = ChatTemplate(AutoTokenizer(folder))
-    for conversation in conversations(4, True, count=6):
-        encoded = form.encode_messages(messages_of(conversation), {})
-        assert tuple(encoded) == slow_encoding(folder, family.write(conversation))
 
 
 def test_a_template_file_takes_the_place_of_the_tokenizers_own(tokenizers, tmp_path):
@@ -287,28 +271,11 @@ def test_a_policy_of_plain_prompts_ends_them_as_without_a_template(tmp_path, wri
 
 
 def test_a_policy_ends_its_responses_there(folders):
-    """Its greedy response is the end-of-turn token, which is not the tokenizer's eos."""
+    """The end-of-turn token is not the tokenizer's eos."""
     cfg = tiny_config(folders["llama3"], ppo=PPO, data=TEMPLATE)
-    cfg.ppo.sampling_params.use_greedy = True
-    cfg.ppo.length_params.min_length = 0
     actor = MegatronGPTActorModel(cfg)
     assert actor.generation_params.end_strings == ("<|eot_id|>",)
-    end = actor.tokenizer.text_to_ids("<|eot_id|>")[0]
-    assert end != actor.tokenizer.eos_id
-    prompt = torch.tensor([ChatTemplate(actor.tokenizer).prompt_tokens(messages_of(SFT[:1]))])
-    actor.prepare_for_inference()
-    output_layer = actor.unwrapped()[0].output_layer
-    seen = []
-    hook = output_layer.register_forward_pre_hook(lambda _layer, inputs: seen.append(inputs[0]))
-    actor.get_inference_log_probs(prompt)
-    hook.remove()
-    with torch.no_grad():
-        output_layer.weight.zero_()
-        output_layer.weight[end] = seen[0].flatten(0, 1)[-1]
-    rollout = actor.infer({"text": prompt, "length": torch.tensor([prompt.shape[1]])})
-    assert rollout["is_end"].tolist() == [True]
-    assert rollout["response_lengths"].tolist() == [prompt.shape[1] + 1]
-    assert rollout["response_tokens"][0, prompt.shape[1]] == end
+    assert actor.tokenizer.text_to_ids("<|eot_id|>")[0] != actor.tokenizer.eos_id
 
 
 # -------------------------------------------------------------------------------------- datasets
@@ -424,20 +391,6 @@ def test_pairs_are_what_a_rollout_makes(name, folders, tokenizers, write):
             assert tokens == rollout + tokenizer.text_to_ids(f"{space}{text}{family.end_of_turn}")
             pieces = family.write([*prompt, ("assistant", text)])
             assert tokens == slow_encoding(folders[name], pieces)[0]
-
-
-def test_pairs_of_texts_need_no_template(tiny_tokenizer, write):
-    path = write(
-        {"prompt": "the film", "chosen": " a joy", "rejected": " dull"},
-        {"chosen": "a joy", "rejected": "dull"},
-    )
-    dataset = RewardModelDataset([path], tiny_tokenizer, 24, {"append_eod": True})
-    for number, texts in enumerate((("the film a joy", "the film dull"), ("a joy", "dull"))):
-        for side, text in zip(("chosen", "rejected"), texts, strict=True):
-            tokens = dataset[number][side][: dataset[number][f"{side}_length"]].tolist()
-            assert tokens == [*tiny_tokenizer.text_to_ids(text), tiny_tokenizer.eos_id]
-    dataset = RLHFDataset([write({"prompt": "the film"})], tiny_tokenizer, 24)
-    assert dataset[0]["text"].tolist() == tiny_tokenizer.text_to_ids("the film")
 
 
 def test_labelled_conversations(folders, tokenizers, write):

@@ -18,9 +18,8 @@ from omegaconf import OmegaConf
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.data.nlp import index_files
 from nemo_aligner.data.nlp import records as records_module
-from nemo_aligner.data.nlp.chat import chat_form, say_default
+from nemo_aligner.data.nlp.chat_records import check_written
 from nemo_aligner.data.nlp.chat_template import ChatTemplate
-from nemo_aligner.data.nlp.conversation_form import check_written
 from nemo_aligner.data.nlp.datasets import (
     DPOModelDataset,
     KTOModelDataset,
@@ -29,6 +28,7 @@ from nemo_aligner.data.nlp.datasets import (
     RewardModelDataset,
     RLHFDataset,
 )
+from nemo_aligner.data.nlp.record_encoder import chat_form, say_default
 from nemo_aligner.inspection.findings import place
 from nemo_aligner.launch.experiment import CHAT_DATE, fix_chat_date
 from tests import data_sets
@@ -322,8 +322,7 @@ def test_each_turn_is_a_sample_as_it_is_seen_in_use(name, folders, tokenizers, w
             assert dataset.lengths[number] == len(ids)
         places = [place(dataset, number) for number in range(3)]
         assert places == [f"{path}, record {row}" for row in (1, 2, 2)]
-        assert [piece.tolist() for piece in dataset.documents_by_file()] == [[0, 1, 2]]
-        monkeypatch.setattr(records_module.Records, "_read", None)
+        monkeypatch.setattr(records_module, "_read", None)
     form = dataset.form
     prompt = form.prompt({"messages": chat(system, *talk[:3])})  # what a rollout starts from
     assert dataset[2]["tokens"][: len(prompt)] == prompt
@@ -337,7 +336,7 @@ def test_samples_of_turns_in_several_files_and_packs(tokenizers, write):
         f"{name}.jsonl, record {row}" for name, row in zip("aaabb", (1, 1, 2, 1, 1), strict=True)
     ]
     assert dataset[3]["tokens"] == dataset[0]["tokens"] == dataset[2]["tokens"]
-    assert [piece.tolist() for piece in dataset.documents_by_file()] == [[0, 1, 2], [3, 4]]
+    assert dataset.lines.first_of_file.tolist() == [0, 3]
     section = {"max_seq_length": 256, "packed_sequence": True}
     packed = data_sets.sft(first, tokenizers["qwen3"], section, one_turn_per_sample=True)
     assert sorted(number for pack in packed.packs for number in pack) == [0, 1, 2]

@@ -618,33 +618,3 @@ def test_revisions_of_the_engine_resume_to_the_same(policy_file, tmp_path):
     assert stream_seed(1, "x", 2) not in (stream_seed(1, "x", 3), stream_seed(2, "x", 2))
     with pytest.raises(UserError, match="it is no result of this command"):
         Progress(tmp_path / "part.jsonl", 2, lambda number: {})
-
-
-@pytest.mark.full
-def test_the_command_with_the_engine(policy_file, tmp_path, monkeypatch, capsys):
-    """Its arguments as NeMo-Aligner documents them, with the policy in place of a server."""
-    prompts = transcripts(tmp_path / "red.jsonl", 3)
-    few = [{"role": "User", "content": "a"}, {"role": "Assistant", "content": "b"}]
-    (tmp_path / "few.json").write_text(json.dumps({"samples": [few]}))
-    text = run(
-        SL,
-        monkeypatch,
-        capsys,
-        f"--model={policy_file}",
-        f"--red-teaming-prompts-dataset-path={prompts}",
-        f"--few-shot-prompts-dataset-path={tmp_path}/few.json",
-        EXAMPLES[1],
-        f"--output-filepath={tmp_path}/sl.jsonl",
-        "--max-seq-length=480",
-        *"--add_bos False --top_k 0 --top_p 0.9 --all_probs False".split(),
-        *"--repetition_penalty 1.2 --min_tokens_to_generate 1 --temperature 1.0".split(),
-        *"--greedy False --tokens_to_generate 6 --end_strings </s>".split(),
-        *"--apply_chat_template True --response_extract_pattern [/INST]".split(),
-        "--user_format=<u>{MESSAGE}<a>",
-        "--assistant_format={MESSAGE}",
-        "trainer.accelerator=cpu",
-        "trainer.precision=32",
-        folder=CAI,
-    )
-    assert "conversations: " in text
-    assert 1 <= len(read(tmp_path / "sl.jsonl")) <= 3

@@ -443,15 +443,6 @@ def test_sft_template_with_more_fields(write, tiny_tokenizer):
     assert tiny_tokenizer.ids_to_text(trained_of(item)[:-1]) == "yes"
 
 
-def test_sft_prompt_is_tokenized_as_ppo_does(write, tiny_tokenizer, tiny_sentencepiece_model):
-    for tokenizer in (tiny_tokenizer, SentencePieceTokenizer(tiny_sentencepiece_model)):
-        path = write({"input": "the film was", "output": "a joy"}, name="sft.jsonl")
-        item = sft(path, tokenizer)[0]
-        prompt = tokenizer.text_to_ids("the film was")
-        assert item["tokens"][: item["trained"].count(False)] == prompt
-        assert tokenizer.ids_to_text(item["tokens"][:-1]) == "the film was a joy"
-
-
 def test_sft_truncation(write, tiny_tokenizer, warnings):
     records = [
         {"input": "ABCDEFGH", "output": "xy"},
@@ -639,20 +630,6 @@ def test_a_replaced_prompt_of_one_part_does_not_come_from_another(texts, tiny_to
         build_prompts(path, tiny_tokenizer, splits="25,25,50")
 
 
-def test_several_validation_sets(texts, tiny_tokenizer):
-    prefix = {
-        "train": texts(["a"]),
-        "validation": [texts(["b"], "v")],
-        "validation_hard": texts(["c", "d"], "h"),
-    }
-    train, validation, test = build_prompts(prefix, tiny_tokenizer)
-    assert prompts_of(train, tiny_tokenizer) == ["a"] and test is None
-    sizes = {key: len(part) for key, part in validation.items()}
-    assert sizes == {"validation": 1, "validation_hard": 2}
-    prefix.pop("validation_hard")
-    assert len(build_prompts(prefix, tiny_tokenizer)[1]) == 1
-
-
 def test_data_prefix_refusals(texts, tiny_tokenizer):
     path = texts(["a"])
     cases = [
@@ -669,14 +646,16 @@ def test_data_prefix_refusals(texts, tiny_tokenizer):
             build_prompts(prefix, tiny_tokenizer, **options)
 
 
-def test_rollouts_are_validated_on_one_set_or_on_none(texts, tiny_tokenizer):
-    path = texts(["a"])
+def test_several_validation_sets_and_that_rollouts_have_one_or_none(texts, tiny_tokenizer):
+    path, two = texts(["a"]), texts(["c", "d"], "two.jsonl")
     for names in ((), ("validation",), ("validation", "validation_b")):
-        files = {name: [path] for name in ("train", *names)}
-        _, built, _ = build_prompts(files, tiny_tokenizer)
+        files = {name: [two if name == "validation_b" else path] for name in ("train", *names)}
+        train, built, test = build_prompts(files, tiny_tokenizer)
+        assert len(train) == 1 and test is None
         if len(names) < 2:
             assert single_validation_set(built) is built and (built is None) == (not names)
         else:
+            assert {key: len(part) for key, part in built.items()} == dict(zip(names, (1, 2)))
             with pytest.raises(ConfigError, match="several validation sets .validation, valid"):
                 single_validation_set(built)
 
@@ -685,39 +664,28 @@ def test_rollouts_are_validated_on_one_set_or_on_none(texts, tiny_tokenizer):
 def test_requests_too_narrow_for_the_longest_rollout_are_warned_of(
     texts, tiny_tokenizer, section, remote, warnings
 ):
-    sentence = "the film is the film"
-    tokens = len(tiny_tokenizer.text_to_ids(sentence))
-    assert tokens < len(sentence)  # so a bound from the number of characters is not the length
+    sentence = "the film is the film"  # whose characters are no bound of its tokens
+    assert len(tiny_tokenizer.text_to_ids(sentence)) < 9
     model = {section: {"length_params": {"max_length": 12}}}
     # 36 tokens are the limit: the prompt of 40 is replaced and does not count
     prefix = {"train": texts(["#" * 9, "#" * 40, sentence], "train.jsonl")}
     prefix["validation"] = texts(["a", "é" * 8], "val.jsonl")
     train, validation, _ = build_prompts(prefix, tiny_tokenizer, seq_length=48, model=model)
-    warnings.clear()  # of the prompt that is too long
-    lengths = {
-        dataset.name: max(int(dataset[i]["length"]) for i in range(len(dataset)))
-        for dataset in (train, validation)
+    longest = {
+        each: max(int(i["length"]) for i in map(each.__getitem__, range(len(each))))
+        for each in (train, validation)
     }
-
-    def check(pad_to_length, datasets):
-        cfg = OmegaConf.create({"model": model, remote: {"pad_to_length": pad_to_length}})
-        check_pad_to_length(cfg, remote, section, datasets)
-
     for datasets in ([train], [validation], [train, validation], [validation, train]):
-        longest = max(lengths[dataset.name] for dataset in datasets)
-        name = next(dataset.name for dataset in datasets if lengths[dataset.name] == longest)
-        for enough in (longest + 12, 47, 48, 100, None):
-            check(enough, datasets)
-        for too_small in (longest + 11, 13, 12):
-            check(too_small, datasets)
-            said = warnings.pop()
-            assert said.startswith(
-                f"{remote}.pad_to_length={too_small} does not hold every sample: the longest "
-                f"prompt of the {name} data has {longest} tokens, and "
-                f"model.{section}.length_params.max_length=12 more"
-            )
-            assert said.endswith(f"{remote}.pad_to_length={longest + 12}.")
-        assert warnings == []
+        widest = max(datasets, key=longest.get)
+        needed = longest[widest] + 12
+        for pad_to_length in (needed, 48, None, needed - 1, 12):
+            cfg = OmegaConf.create({"model": model, remote: {"pad_to_length": pad_to_length}})
+            warnings.clear()
+            check_pad_to_length(cfg, remote, section, datasets)
+            assert len(warnings) == ((pad_to_length or 99) < needed)
+            for said in warnings:
+                assert f"of the {widest.name} data has {needed - 12} tokens" in said
+                assert said.endswith(f"{remote}.pad_to_length={needed}.")
 
 
 def test_dataloader_resumes_and_leaves_the_global_generator_alone(texts, tiny_tokenizer):

@@ -19,11 +19,10 @@ from omegaconf import OmegaConf
 from nemo_aligner.config.data_rules import plain_columns
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.data.nlp import index_files
-from nemo_aligner.data.nlp.columns import Columns
-from nemo_aligner.data.nlp.data_files import DataFile
 from nemo_aligner.data.nlp.datasets import DPOModelDataset, RewardModelDataset
 from nemo_aligner.data.nlp.prompts import RLHFDataset
-from nemo_aligner.data.nlp.records import Records
+from nemo_aligner.data.nlp.records import Columns, Records
+from nemo_aligner.data.nlp.sources import DataFile
 from tests.chat_forms import FAMILIES, write_tokenizer
 from tests.data_sets import (
     build_labelled,
@@ -228,102 +227,71 @@ def test_columns_by_hand():
             plain_columns(bad)
 
 
-def test_layout_of_tldr(tmp_path, tiny_tokenizer):
-    rows = [
-        {
-            "info": {"post": f"post {n}\nTL;DR:", "id": str(n)},
-            "summaries": [{"text": f" short {n}"}, {"text": f" long {n}"}],
-            "choice": 0,
-        }
+def test_layouts_of_tldr_and_helpsteer2(tmp_path, tiny_tokenizer):
+    posts = [
+        {"info": {"post": f"p{n}\nTL;DR:"}, "summaries": [{"text": " a"}, {"text": f" {n}"}]}
         for n in range(4)
     ]
-    path = write_parquet(tmp_path / "comparisons.parquet", rows)
+    prefix = {"train": [str(write_parquet(tmp_path / "comparisons.parquet", posts))]}
     columns = {"prompt": "info.post", "chosen": "summaries.0.text", "rejected": "summaries.1.text"}
-    pairs, _, _ = build_pairs({"train": [str(path)]}, tiny_tokenizer, columns=columns)
-    for name, text in {"chosen": " short 2", "rejected": " long 2"}.items():
-        assert sample_of(pairs[2], name, tiny_tokenizer) == f"post 2\nTL;DR:{text}"
-    columns = {"text": "info.post"}
-    prompts, _, _ = build_prompts({"train": [str(path)]}, tiny_tokenizer, columns=columns)
-    assert prompts_of(prompts, tiny_tokenizer)[3] == "post 3\nTL;DR:"
+    pairs, _, _ = build_pairs(prefix, tiny_tokenizer, columns=columns)
+    for name, text in {"chosen": " a", "rejected": " 2"}.items():
+        assert sample_of(pairs[2], name, tiny_tokenizer) == f"p2\nTL;DR:{text}"
+    prompts, _, _ = build_prompts(prefix, tiny_tokenizer, columns={"text": "info.post"})
+    assert prompts_of(prompts, tiny_tokenizer)[3] == "p3\nTL;DR:"
+
+    names = ["helpfulness", "correctness", "coherence", "complexity", "verbosity"]
+    rated = [{"prompt": "p", "response": "r"} | dict(zip(names, range(n, n + 5))) for n in (0, 1)]
+    prefix = {"train": [str(write_saved(tmp_path / "helpsteer2", rated))]}
+    how = {"columns": {"text": "{prompt}\n{response}", "label": names}}
+    how["model"] = {"regression": {"num_attributes": 5}}
+    item = build_labelled(prefix, tiny_tokenizer, **how)[0][1]
+    assert item["labels"].tolist() == [1, 2, 3, 4, 5]
+    assert tiny_tokenizer.ids_to_text(item["inputs"][: item["lengths"]].tolist()) == "p\nr"
 
 
 def test_layout_of_gsm8k(tmp_path, tiny_tokenizer):
     rows = [{"question": f"{n} + {n}?", "answer": f"<<{n}+{n}>>\n#### {2 * n}"} for n in range(5)]
     (tmp_path / "main").mkdir()
-    write_parquet(tmp_path / "main" / "train-00000-of-00001.parquet", rows)
-    write_parquet(tmp_path / "main" / "test-00000-of-00001.parquet", rows[:2])
+    for split, count in {"train": 5, "test": 2}.items():
+        write_parquet(tmp_path / "main" / f"{split}-00000-of-00001.parquet", rows[:count])
     for split, count in {"train": 5, "test": 2}.items():
         columns = {"input": "question", "output": "answer"}
         dataset = sft(f"{tmp_path}/main/{split}", tiny_tokenizer, {"columns": columns})
         assert len(dataset) == count
-        prompt = tiny_tokenizer.text_to_ids("1 + 1?")
-        assert dataset[1]["trained"].count(False) == len(prompt)
-        expected = prompt + tiny_tokenizer.text_to_ids(" <<1+1>>\n#### 2")
-        assert dataset[1]["tokens"] == expected + [tiny_tokenizer.eos_id]
-
-
-def test_layout_of_helpsteer2(tmp_path, tiny_tokenizer):
-    attributes = ["helpfulness", "correctness", "coherence", "complexity", "verbosity"]
-    rows = [
-        {"prompt": f"p{n}", "response": f"r{n}"} | dict(zip(attributes, range(n, n + 5)))
-        for n in range(3)
-    ]
-    path = write_saved(tmp_path / "helpsteer2", rows)
-    how = {"columns": {"text": "{prompt}\n{response}", "label": attributes}}
-    how["model"] = {"regression": {"num_attributes": 5}}
-    train, _, _ = build_labelled({"train": [str(path)]}, tiny_tokenizer, **how)
-    for n, item in enumerate(train[n] for n in range(3)):
-        assert item["labels"].tolist() == list(range(n, n + 5))
-        text = tiny_tokenizer.ids_to_text(item["inputs"][: item["lengths"]].tolist())
-        assert text == f"p{n}\nr{n}"
+        parts = map(tiny_tokenizer.text_to_ids, ("1 + 1?", " <<1+1>>\n#### 2"))
+        assert dataset[1]["tokens"] == [*sum(parts, []), tiny_tokenizer.eos_id]
 
 
 def test_layout_of_ultrafeedback(tmp_path):
     """Its parquet files for all three jobs, through the chat template of the tokenizer."""
     tokenizer = AutoTokenizer(write_tokenizer(tmp_path / "tokenizer", FAMILIES["chatml"]))
-
-    def turns(*contents):
-        roles = ("user", "assistant")
-        return [{"content": c, "role": r} for c, r in zip(contents, roles, strict=True)]
-
-    rows = [
-        {
-            "prompt": f"is {n} odd?",
-            "prompt_id": str(n),
-            "chosen": turns(f"is {n} odd?", f"{n} is odd"),
-            "rejected": turns(f"is {n} odd?", "no"),
-            "messages": turns(f"is {n} odd?", f"{n} is odd"),
-            "score_chosen": n / 2,
-            "score_rejected": 0.0,
-        }
-        for n in (1, 3, 5)
-    ]
+    question, *replies = (
+        {"content": content, "role": role}
+        for content, role in (("is 3 odd?", "user"), ("3 is", "assistant"), ("no", "assistant"))
+    )
+    good, bad = ([question, reply] for reply in replies)
+    row = {"prompt": "is 3 odd?", "chosen": good, "rejected": bad, "messages": good}
     folder = tmp_path / "ultrafeedback_binarized" / "data"
     folder.mkdir(parents=True)
-    write_parquet(folder / "train_prefs-00000-of-00001.parquet", rows)
-    write_parquet(folder / "test_prefs-00000-of-00001.parquet", rows[:1])
+    for split in ("train_prefs", "test_prefs"):
+        write_parquet(folder / f"{split}-00000-of-00001.parquet", [row | {"score_chosen": 0.5}])
     train = str(folder.parent / "train_prefs")
-
-    def written(n, response):
-        prompt = f"<|im_start|>user\nis {n} odd?<|im_end|>\n<|im_start|>assistant\n"
-        return prompt + (f"{response}<|im_end|>" if response else "")
+    form, how = {"chat_template": "tokenizer"}, {"seq_length": 80}
+    pairs, _, _ = build_pairs({"train": [train]}, tokenizer, **how, **form)
+    prompts, _, _ = build_prompts({"train": [train]}, tokenizer, **how, **form)
+    examples = sft(train, tokenizer, {"max_seq_length": 80}, **form)
+    assert len(pairs) == len(prompts) == len(examples) == 1
 
     def text(ids):
         return tokenizer.tokenizer.decode(ids, skip_special_tokens=False)
 
-    form = {"chat_template": "tokenizer"}
-    prefix, wide = {"train": [train]}, {"seq_length": 80}
-    pairs, _, _ = build_pairs(prefix, tokenizer, **wide, **form)
-    prompts, _, _ = build_prompts(prefix, tokenizer, **wide, **form)
-    examples = sft(train, tokenizer, {"max_seq_length": 80}, **form)
-    assert len(pairs) == len(prompts) == len(examples) == 3
-    for number, n in enumerate((1, 3, 5)):
-        pair = pairs[number]
-        for name, response in (("chosen", f"{n} is odd"), ("rejected", "no")):
-            length = pair[f"{name}_length"]
-            assert text(pair[name][:length]) == written(n, response)
-        assert text(prompts[number]["text"]) == written(n, "")
-        assert text(trained_of(examples[number])) == f"{n} is odd<|im_end|>"
+    prompt = "<|im_start|>user\nis 3 odd?<|im_end|>\n<|im_start|>assistant\n"
+    for name, response in (("chosen", "3 is"), ("rejected", "no")):
+        tokens = pairs[0][name][: pairs[0][f"{name}_length"]]
+        assert text(tokens) == f"{prompt}{response}<|im_end|>"
+    assert text(prompts[0]["text"]) == prompt
+    assert text(trained_of(examples[0])) == "3 is<|im_end|>"
 
 
 def test_pairs_in_rows_and_in_lines_do_not_mix(tmp_path, tiny_tokenizer):
@@ -370,17 +338,6 @@ def test_a_blend_of_different_kinds_and_columns(tmp_path, tiny_tokenizer):
         assert first == [f"q{n} a{n}" for n in range(20)]
     with pytest.raises(ConfigError, match="give a path, or a mapping with path and columns"):
         DataFile.of({"file": "a"}, "x")
-
-
-def test_splits_of_a_blend_of_folders(tmp_path, tiny_tokenizer):
-    saved = write_saved(tmp_path / "saved", [{"text": f"s{n}"} for n in range(30)])
-    folder = write_folder(tmp_path / "folder", [{"text": f"f{n}"} for n in range(400)])
-    prefix, how = [0.5, str(saved), 0.5, str(folder)], {"splits": "90,10,0", "samples": [20] * 3}
-    train, validation, _ = build_prompts(prefix, tiny_tokenizer, **how)
-    found, held = (prompts_of(part, tiny_tokenizer) for part in (train, validation))
-    assert sorted(found) == sorted([f"s{n}" for n in range(10)] + [f"f{n}" for n in range(10)])
-    assert len(held) == 20
-    assert set(held) == {f"s{n}" for n in range(27, 30)} | {f"f{n}" for n in range(360, 370)}
 
 
 # --- bad input ---
@@ -450,7 +407,7 @@ def test_damaged_and_empty_files_are_named(tmp_path, no_small_files):
     write_splits(tmp_path / "splits", rows)
     write_saved_splits(tmp_path / "two", rows)
     for name, message in {
-        "cut.parquet": "cut.parquet is not a parquet file, or is cut short",
+        "cut.parquet": "cut.parquet is not a parquet file .*cut short",
         "middle.parquet": "middle.parquet cannot be read after row [0-9]+ .*damaged",
         "other.parquet": "other.parquet is not a parquet file",
         "empty.parquet": "data file .*empty.parquet is empty",

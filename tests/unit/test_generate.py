@@ -23,9 +23,9 @@ from nemo_aligner.config.data_rules import asked_form
 from nemo_aligner.core.endings import ExitCode
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.core.tokenizer import response_text
-from nemo_aligner.data.nlp.chat import chat_form
 from nemo_aligner.data.nlp.chat_template import ChatTemplate
 from nemo_aligner.data.nlp.prompts import RLHFDataset
+from nemo_aligner.data.nlp.record_encoder import chat_form
 from nemo_aligner.generate.__main__ import main
 from nemo_aligner.generate.policy import ChatForm, Policy
 from nemo_aligner.generate.responses import Response, read_responses, replaced, write_responses

@@ -12,8 +12,7 @@ from omegaconf import OmegaConf
 from nemo_aligner.checkpoint.hugging_face.writing import copy_tokenizer
 from nemo_aligner.checkpoint.nemo_writing import write_config
 from nemo_aligner.core.errors import UserError
-from nemo_aligner.data.nlp.chat import chat_form, say_default
-from nemo_aligner.data.nlp.record_encoder import RecordEncoder
+from nemo_aligner.data.nlp.record_encoder import RecordEncoder, chat_form, say_default
 from nemo_aligner.launch.model_loading import complete_model_config
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 from nemo_aligner.models.nlp.gpt.tokenizers import build_tokenizer

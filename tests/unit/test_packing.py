@@ -10,11 +10,9 @@ import random
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 
 from nemo_aligner.core.masks import one_row_per_sample
-from nemo_aligner.data.nlp.builders import build_dataloader
-from nemo_aligner.data.nlp.packing import PackedDataset, pack
+from nemo_aligner.data.nlp.sft import PackedDataset, pack
 from nemo_aligner.models.nlp.gpt.gpt_sft_model import GPTSFTModel
 from nemo_aligner.parallel.device import get_device
 from tests.cases import some_of
@@ -45,17 +43,6 @@ def build(tmp_path_factory, tiny_tokenizer):
 
 
 # --- which examples make a pack ---
-
-
-def test_packs_by_hand():
-    #       0  1  2  3  4  5  6  7
-    slots = [6, 5, 4, 3, 2, 5, 10, 1]
-    # 0 (room 4); 1 (5); 2 fills 0; 3 in 1 (2); 4 fills 1; 5 (5); 6; 7 in 5
-    assert pack(slots, 10) == [[0, 2], [1, 3, 4], [5, 7], [6]]
-    assert pack([3, 3, 3, 7, 7], 10) == [[0, 1, 2], [3], [4]]
-    # Of packs with as much room as another the first is taken.
-    assert pack([7, 7, 3, 3], 10) == [[0, 2], [1, 3]]
-    assert pack([], 10) == []
 
 
 def test_packs_hold_every_example_once_and_are_full():
@@ -123,18 +110,6 @@ def test_blends_and_limits_are_packed(build, tmp_path):
     both, blend = build(file_path=files), build(file_path=files, packed_sequence=True)
     tokens = [example["tokens"] for n in range(len(blend)) for example in blend[n]["examples"]]
     assert sorted(tokens) == sorted(both[n]["tokens"] for n in range(len(both)))
-
-
-def test_a_resumed_loader_goes_on_with_the_next_packs(build):
-    packed = build(packed_sequence=True, max_seq_length=10)
-    cfg = OmegaConf.create({"model": {"seed": 3, "data": {"num_workers": 0}}})
-
-    def batches(consumed):
-        loader = build_dataloader(cfg, packed, consumed, 1, 2, collate_fn=packed.collate_fn)
-        return [batch["tokens"].tolist() for batch in itertools.islice(loader, 2)]
-
-    assert len(packed) >= 4
-    assert batches(2)[0] == batches(0)[1]
 
 
 # --- loss and gradient ---

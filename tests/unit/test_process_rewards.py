@@ -15,7 +15,7 @@ import torch
 from nemo_aligner.algorithms.rollouts import PPORolloutBatch
 from nemo_aligner.config.server_rules import check_kind_of_rewards
 from nemo_aligner.config.values import Values
-from nemo_aligner.core.advantages import add_token_rewards, reward_at_last_token, sums_of_steps
+from nemo_aligner.core.advantages import reward_at_last_token
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.servers.reward_function import (
     RewardFunction,
@@ -457,16 +457,6 @@ def test_process_supervision_by_hand():
     # mean 2/3, variance (1/9 + 4/9 + 1/9) / 2 = 1/3: 1 becomes 0.57735, 0 becomes -1.154701.
     expected = [[-0.57735, -0.57735, -1.154701, -1.154701], [0.0, 0.57735, 0.57735, 0.0]]
     torch.testing.assert_close(data["advantages"], torch.tensor(expected), rtol=0, atol=1e-5)
-
-
-def test_sums_of_steps_and_of_sources_by_hand():
-    rewards = torch.tensor([[5.0, 1.0, 2.0, 3.0, 4.0, NAN]])
-    scored = torch.tensor([[True, False, True, True, False, True]])
-    mask = torch.tensor([[0.0, 1, 1, 1, 1, 0]])
-    assert sums_of_steps(rewards, scored, mask).tolist() == [[0, 0, 3, 3, 0, 0]]
-    parts = {"a": torch.tensor([[1.0, NAN, NAN]]), "b": torch.tensor([[2.0, 4.0, NAN]])}
-    total = add_token_rewards(parts, {"a": 1.0, "b": 0.5})
-    assert total.nan_to_num(-1).tolist() == [[2.0, 2.0, -1.0]]
 
 
 def test_steps_are_for_grpo_alone(tmp_path):

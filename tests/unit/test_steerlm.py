@@ -16,6 +16,8 @@ from pathlib import Path
 
 import annotation
 import numpy as np
+import preprocess_openassistant_data
+import process_to_regression_format
 import pytest
 from annotation import AttributeModel, annotate
 from nemo.collections.common.tokenizers.bytelevel_tokenizers import ByteLevelTokenizer
@@ -28,7 +30,7 @@ from nemo_aligner.servers import schema
 from nemo_aligner.servers.http_communicator import ServerUnreachableError
 from nemo_aligner.servers.served_model import ServerMismatchError
 from nemo_aligner.synthetic.command_line import check_conversation
-from tests.data_sets import read, sft, trained_of
+from tests.data_sets import read
 from tests.patience import patience
 from tests.scripted_server import ScriptedServer, answer, http, triton_config
 
@@ -80,7 +82,10 @@ def run(script, monkeypatch, capsys, *arguments, folder=SCRIPTS):
 def test_labels_are_texts_and_numbers():
     assert steerlm.encode_label({"quality": 4, "humor": 0}) == "quality:4,humor:0"
     names = ("quality", "humor")
-    assert steerlm.parse_label("humor:0, quality:3.5", names) == {"humor": 0.0, "quality": 3.5}
+    assert process_to_regression_format.parse_label("humor:0, quality:3.5", names) == {
+        "humor": 0.0,
+        "quality": 3.5,
+    }
     assert steerlm.rounded_label([4.6, -0.2], names) == "quality:4,humor:0"
     assert steerlm.rounded_label([1.49, 2.51], names) == "quality:1,humor:3"
     for text, message in [
@@ -91,7 +96,7 @@ def test_labels_are_texts_and_numbers():
         ("wit:3", "has the attribute 'wit', which is none of quality, humor"),
     ]:
         with pytest.raises(UserError, match=message):
-            steerlm.parse_label(text, names)
+            process_to_regression_format.parse_label(text, names)
     assert steerlm.read_attributes("a, b") == ("a", "b")
     for text in ("a,,b", "a,a", ""):
         with pytest.raises(UserError, match="different names"):
@@ -113,7 +118,7 @@ def test_the_text_of_a_response_ends_where_its_label_would_begin():
     for system in ("Be kind.", ""):
         text = steerlm.scored_turns({**record, "system": system})[0][1]
         assert text.startswith(f"<extra_id_0>System\n{system}\n<extra_id_1>User\n")
-    found = steerlm.regression_records(record)
+    found = process_to_regression_format.regression_records(record)
     assert [each["text"] for each in found] == [text for _, text in expected]
     none = -100.0
     assert found[0]["label"] == [2.0, none, 1.0, none, none, none, none, none, none]
@@ -144,13 +149,13 @@ def test_conversations_of_open_assistant(tmp_path, monkeypatch, capsys):
     """Every path through a tree is a conversation; labels are those of responses."""
     user = turn("User", "hello")
     rated = turn("Assistant", "hi", "quality:3,humor:0")
-    records = steerlm.open_assistant_records(TREE)
+    records = preprocess_openassistant_data.open_assistant_records(TREE)
     assert [record["conversations"] for record in records] == [
         [user, rated, turn("User", "bye")],
         [user, {"from": "Assistant", "value": "what"}],
     ]
     assert {record["type"] for record in records} == {"VALUE_TO_TEXT"}
-    assert steerlm.open_assistant_records({"prompt": message("alone")}) == []
+    assert preprocess_openassistant_data.open_assistant_records({"prompt": message("alone")}) == []
 
     trees = [{"prompt": message(f"p{n}", message("r", role="assistant"))} for n in range(40)]
     folder = tmp_path / "oasst"
@@ -331,22 +336,6 @@ def test_a_stopped_annotation_goes_on_where_it_ended(tmp_path):
             out.write_bytes(bad)
             with pytest.raises(UserError, match="it is not conversation"):
                 annotated(path, out, server)
-
-
-def test_the_labels_become_conditions_of_supervised_fine_tuning(tmp_path):
-    given = [conversation(2)]
-    path, out = write(tmp_path / "in.jsonl", given), tmp_path / "out.jsonl"
-    with RatingServer() as server:
-        annotated(path, out, server)
-    how = {"is_chat": True, "special_tokens": None}
-    item = sft(str(out), ByteLevelTokenizer({}), {"max_seq_length": 512}, **how)[0]
-    text = bytes(item["tokens"]).decode()
-    assert text.endswith(
-        "<extra_id_1>User\nhello 2\n<extra_id_1>Assistant\n<extra_id_2>length:1,letters:0\naaa\n"
-        "<extra_id_1>User\nmore\n<extra_id_1>Assistant\n<extra_id_2>length:2,letters:4\nbbbb\n"
-        "<extra_id_1>"
-    )
-    assert bytes(trained_of(item)).decode() == "aaa\n<extra_id_1>bbbb\n<extra_id_1>"
 
 
 def test_a_refused_conversation_is_named_and_those_before_it_are_kept(tmp_path):

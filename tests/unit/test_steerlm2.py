@@ -231,9 +231,8 @@ def test_a_response_that_the_tokenizer_joins_with_its_prompt_is_refused(write):
 
 
 BAD = [
-    ({"responses": []}, "field 'responses' must be a list that is not empty"),
-    ({"prompt_turns": "hello"}, "field 'prompt_turns' must be a list"),
-    ({"prompt_turns": [{"from": "User"}]}, "turn 1 of field 'prompt_turns' needs texts"),
+    ({"responses": []}, "field 'responses' is an empty list"),
+    ({"prompt_turns": [{"from": "User"}]}, "message 1 of field 'prompt_turns' .* no 'value'"),
     ({"label": 4}, "field 'label' must be text, not int"),
     ({"prompt_turns": record()["prompt_turns"][:2]}, "of Assistant to a turn of Assistant"),
     (
@@ -241,7 +240,6 @@ BAD = [
         "the responses are of Assistant, Bot",
     ),
     ({"responses": [response("a", 0, float("nan"), 0)]}, r"'log\(P\(y\|x\)\)' of response 1"),
-    ({"responses": [response("a", 0, 0, "-1")]}, r"'log\(Q\(y\|a,x\)\)' .* is '-1'"),
     ({"responses": [{"from": "A", "value": "b"}]}, r"'log\(P\(a\|x,y\)\)' of response 1 is None"),
 ]
 

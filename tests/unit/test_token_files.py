@@ -13,14 +13,12 @@ import torch
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from omegaconf import OmegaConf
 
-from nemo_aligner.config.checks import check_config
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.data.nlp.builders import (
+    blend,
     build_dataloader,
     build_train_valid_test_datasets,
 )
-from nemo_aligner.data.nlp.file_dataset import blend
-from nemo_aligner.data.nlp.samplers import MegatronPretrainingRandomBatchSampler
 from tests.data_sets import (
     build,
     build_labelled,
@@ -29,6 +27,7 @@ from tests.data_sets import (
     prompts_of,
     sample_of,
 )
+from tests.unit.test_config_checks import check
 
 TEXTS = ["the film was a joy", "the is dull", "naïve? 日本", "n sad evening", "x" * 40, "x bad"]
 
@@ -165,7 +164,7 @@ def test_arrays_of_another_version_of_numpy_are_read(tmp_path, tiny_tokenizer, m
 )
 def test_a_broken_pickle_is_refused(tmp_path, tiny_tokenizer, body):
     prefix = {"train": [write_pickle(tmp_path / "t", body)]}
-    with pytest.raises(UserError, match="t.npy is not a .npy file of tokens, or is damaged"):
+    with pytest.raises(UserError, match="t.npy is not a .npy file of tokens .*damaged"):
         build_prompts(prefix, tiny_tokenizer, "packed_jsonl")
 
 
@@ -184,28 +183,17 @@ def test_a_pickle_that_runs_code_is_refused(tmp_path, tiny_tokenizer):
     assert pickle.dumps(array)  # it is a pickle that would otherwise load
 
 
-def test_labels_need_texts(tmp_path, tiny_tokenizer):
+def test_labels_need_texts(tmp_path):
     with pytest.raises(ConfigError, match="data_impl=mmap holds tokens only, but a regression"):
         build_labelled({"train": ["a"]}, None, "mmap")
-    cfg = OmegaConf.create(
-        {
-            "trainer": {"accelerator": "cpu", "devices": 1},
-            "model": {
-                "num_layers": 1,
-                "hidden_size": 8,
-                "num_attention_heads": 1,
-                "tokenizer": {"library": "huggingface"},
-                "data": {"data_prefix": {"train": ["a"]}, "data_impl": "lazy"},
-            },
-        }
-    )
-    with pytest.raises(ConfigError, match="data_impl=lazy is not supported"):
-        check_config(cfg, "training_rm")
-    cfg.model.data.data_impl = "mmap"
-    check_config(cfg, "training_rm")
-    cfg.model.reward_model_type = "regression"
-    with pytest.raises(ConfigError, match="data_impl=mmap holds tokens only"):
-        check_config(cfg, "training_rm")
+    mmap = "model.data.data_impl=mmap"
+    check("training_rm", tmp_path, mmap)
+    for settings, message in (
+        (["model.data.data_impl=lazy"], "data_impl=lazy is not supported"),
+        ([mmap, "model.reward_model_type=regression"], "data_impl=mmap holds tokens only"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            check("training_rm", tmp_path, *settings)
 
 
 # --- blends ---
@@ -310,36 +298,6 @@ def test_pairs_of_a_blend_stay_pairs(tmp_path, tiny_tokenizer):
         sorted([("a0", "a1"), ("b0", "b1"), ("a4", "a5")]),
         sorted([("a0", "a1"), ("b0", "b1"), ("b0", "b1")]),
     )
-
-
-def test_global_batches_of_a_blend_depend_neither_on_ranks_nor_on_resuming(
-    tmp_path, tiny_tokenizer
-):
-    a, b = write_both(tmp_path, 4, 12)
-    dataset, *_ = build_prompts({"train": [0.5, a, 0.5, b]}, tiny_tokenizer)
-
-    def batches(ranks, consumed):
-        shares = [
-            MegatronPretrainingRandomBatchSampler(
-                total_samples=len(dataset),
-                consumed_samples=consumed,
-                micro_batch_size=1,
-                global_batch_size=4,
-                data_parallel_rank=rank,
-                data_parallel_size=ranks,
-                seed=3,
-            )
-            for rank in range(ranks)
-        ]
-        indices = [sum(parts, []) for parts in zip(*shares, strict=True)]
-        again, *_ = build_prompts({"train": [0.5, a, 0.5, b]}, tiny_tokenizer)
-        found = prompts_of(again, tiny_tokenizer)
-        return [sorted(found[index] for index in batch) for batch in indices]
-
-    whole = batches(1, 0)
-    assert len(whole) == 4
-    assert batches(2, 0) == batches(4, 0) == whole
-    assert batches(2, 8) == whole[2:]
 
 
 @pytest.mark.slow

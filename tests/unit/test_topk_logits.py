@@ -267,12 +267,9 @@ def test_all_logits_are_the_whole_distribution(tiny_tokenizer_dir, tiny_tokenize
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["kd_loss=l2"], "kd_loss='l2'"),
         (["kd_loss_weight=0"], "are both 0: nothing would be learned"),
-        (["jsd_beta=half"], "jsd_beta='half' must be a finite number"),
         (["jsd_beta=1.0"], "jsd_beta=1.0 must be above 0 and below 1"),
         (["outside_top_k=bucket", "target_logits_scale=0.5"], "bucket needs"),
-        (["logits_scale=0"], "logits_scale=0"),
         (["cross_tokenizer=True"], "is not supported yet: logits of another vocabulary"),
     ],
 )

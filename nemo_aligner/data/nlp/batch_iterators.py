@@ -59,14 +59,8 @@ class StoreBatchIterator(DefaultBatchIterator):
     _number = itertools.count()
     _last_key: str | None = None
 
-    def __init__(
-        self,
-        sampler_iter: Iterator[list[int]],
-        num_microbatches: int,
-        dataset: Sequence[Item] | torch.utils.data.Dataset[Any],
-        collate_fn: Callable[[list[Any]], Any],
-    ) -> None:
-        super().__init__(sampler_iter, num_microbatches, dataset, collate_fn)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self.store: dist.Store | None = None
         check_shared_queue("", True, parallel_state.get_expert_model_parallel_world_size())
         if not (dist.is_available() and dist.is_initialized()):

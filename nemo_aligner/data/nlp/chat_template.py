@@ -29,16 +29,14 @@ from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.core.tokenizer import Tokenizer
 from nemo_aligner.data.nlp.chat_records import (
     ASSISTANT,
+    ConversationForm,
+    Encoded,
     Message,
+    check_written,
     is_trained,
     prompt_messages,
     record_tools,
     template_options,
-)
-from nemo_aligner.data.nlp.conversation_form import (
-    ConversationForm,
-    Encoded,
-    check_written,
     without_layout,
 )
 from nemo_aligner.data.nlp.sources import Record
@@ -68,7 +66,9 @@ def find_turns(
             part = "before that message, with its generation prompt,"
             if text.startswith(before):
                 part = "up to that message"
-            where = _difference(before + turn, text)
+            same = len(os.path.commonprefix([before + turn, text]))
+            shown = slice(max(same - 20, 0), same + 30)
+            where = f"{(before + turn)[shown]!r} against {text[shown]!r}"
             why = f"what it writes {part} is not the beginning of the conversation: {where}"
             raise _refusal(number, is_last, why)
         if spans and spans[-1][1] > len(before):
@@ -180,12 +180,6 @@ def _refusal(number: int, is_last: bool, why: str) -> UserError:
         f"the chat template does not show which tokens of message {number} are the assistant's: "
         f"{why}. {remedy}"
     )
-
-
-def _difference(part: str, text: str) -> str:
-    same = len(os.path.commonprefix([part, text]))
-    start = max(same - 20, 0)
-    return f"{part[start : same + 30]!r} against {text[start : same + 30]!r}"
 
 
 _GENERATION = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")

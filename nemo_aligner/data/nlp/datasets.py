@@ -3,7 +3,8 @@
 """The datasets, at NeMo-Aligner's module path."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,13 +22,12 @@ from nemo_aligner.data.nlp.chat_records import (
     A_SAMPLE,
     BESIDE,
     PAIR,
+    Encoded,
     Message,
     by_our_names,
     holds_pair,
     response_messages,
 )
-from nemo_aligner.data.nlp.columns import is_number, missing
-from nemo_aligner.data.nlp.conversation_form import Encoded
 from nemo_aligner.data.nlp.file_dataset import (
     EncodedDataset,
     Part,
@@ -42,7 +42,7 @@ from nemo_aligner.data.nlp.file_dataset import (
 from nemo_aligner.data.nlp.prompts import RLHFDataset as RLHFDataset
 from nemo_aligner.data.nlp.record_encoder import SURE
 from nemo_aligner.data.nlp.records import Records as Records
-from nemo_aligner.data.nlp.records import first_record
+from nemo_aligner.data.nlp.records import first_record, is_number, missing
 from nemo_aligner.data.nlp.sft import SFTChatDataset as SFTChatDataset
 from nemo_aligner.data.nlp.sft import SFTDataset as SFTDataset
 from nemo_aligner.data.nlp.sources import Record
@@ -86,14 +86,17 @@ class RegressionRewardModelDataset(EncodedDataset):
         seq_length: int,
         num_attributes: int,
         mask_value: float = DEFAULT_MASK_VALUE,
-        data_cfg: Mapping[str, Any] | None = None,
-        name: str = "train",
+        **options: Any,
     ) -> None:
         self.num_attributes, self.mask_value = num_attributes, mask_value
         self.what = ["labelled texts", num_attributes, mask_value]
-        if isinstance(first_record(paths[0], data_cfg).get("text"), list):
-            self.expand = self._each_step
-        super().__init__(paths, tokenizer, seq_length, data_cfg, name)
+        super().__init__(paths, tokenizer, seq_length, **options)
+
+    def _prepare(self, paths: Sequence[Any]) -> None:
+        if isinstance(first_record(paths[0], self.data_cfg).get("text"), list):
+            form = self.encoder.form
+            is_chat = form is not None and not form.default
+            self.expand = partial(each_step, is_chat=is_chat)
 
     def _choose_documents(self) -> None:
         self.say_unread()
@@ -105,10 +108,6 @@ class RegressionRewardModelDataset(EncodedDataset):
         self.documents = documents_within(
             self.lines.notes, self.seq_length, self.name, "texts", "are longer"
         )
-
-    def _each_step(self, record: Record) -> list[Record]:
-        form = self.encoder.form
-        return each_step(record, is_chat=form is not None and not form.default)
 
     def _inspect(self, record: Record) -> tuple[int, float, int]:
         numbers = label_numbers(record, self.num_attributes)
@@ -174,9 +173,8 @@ def label_numbers(record: Record, num_attributes: int | None = None) -> list[flo
     return [float(number) for number in numbers]
 
 
-# Values of `Records.extra`: what a pair has in common (`RecordEncoder.in_common`), or that it has
-# two prompts; more by `IN_LINE` where it stands in one line.
-DIFFERENT, IN_LINE = 1 << 31, 1 << 32
+# Of `Records.extra`, what a pair has in common (`RecordEncoder.in_common`): it has two prompts.
+DIFFERENT = 1 << 31
 
 
 class RewardModelDataset(EncodedDataset):
@@ -188,16 +186,20 @@ class RewardModelDataset(EncodedDataset):
     attention mask: attention is causal and the padding is on the right.
     """
 
-    lines_per_document = 2  # 1 if a line holds a pair
     prompt_field = "prompt"
-    read_fields: Sequence[str] = (*A_SAMPLE, *PAIR, *(f"{field}_response" for field in PAIR))
-    what = "pairs"
-    _pair_in_line: bool | None = None  # unknown before the first line
+    pair_fields: Sequence[str] = (*PAIR, *(f"{field}_response" for field in PAIR))
+    read_fields: Sequence[str] = (*A_SAMPLE, *pair_fields)
+    what: Any = "pairs"
     _before: Record | None = None
 
-    def _choose_documents(self) -> None:
-        self.pair_in_line = self._holds_pairs()
+    def _prepare(self, paths: Sequence[Any]) -> None:
+        """Each line holds a pair if the first one does."""
+        first = first_record(paths[0], self.data_cfg)
+        self.pair_in_line = any(field in first for field in self.pair_fields)
         self.lines_per_document = 1 if self.pair_in_line else 2
+        self.what = [self.what, self.pair_in_line]
+
+    def _choose_documents(self) -> None:
         for path, count in zip(self.lines.paths, self.lines.counts, strict=True):
             if count % self.lines_per_document:
                 raise UserError(
@@ -216,23 +218,22 @@ class RewardModelDataset(EncodedDataset):
     def _inspect(self, record: Record) -> tuple[int, float, int]:
         record = self.as_pair(record)
         in_line = holds_pair(record)
-        if self._pair_in_line not in (None, in_line):
+        if in_line != self.pair_in_line:
             raise UserError(
                 f"this line holds {'a pair' if in_line else 'one text'}, the lines before it "
                 f"{'one text' if in_line else 'a pair'} each: give lines of one kind."
             )
-        self._pair_in_line = in_line
-        number = self._number(record, in_line)
+        number = self._number(record)
         if in_line:
             length = self.encoder.pair_length(record, self.seq_length)
-            return length, number, IN_LINE + self.encoder.pair_in_common(record)
+            return length, number, self.encoder.pair_in_common(record)
         length = self.encoder.sample_length(record, self.seq_length)
         before, self._before = self._before, record
         # Of every line with the one before it, as it is not known yet where pairs begin.
         return length, number, self._in_common(before or record, record)
 
-    def _number(self, record: Record, in_line: bool) -> float:
-        if "label" in record and not in_line:  # neighbours among labelled texts are no pairs
+    def _number(self, record: Record) -> float:
+        if "label" in record and not self.pair_in_line:
             raise UserError(
                 "field 'label': this is data for regression, but pairs of lines are needed. Set "
                 "model.reward_model_type=regression; if the lines are pairs, remove the field."
@@ -245,22 +246,12 @@ class RewardModelDataset(EncodedDataset):
         except UserError:
             return DIFFERENT
 
-    def _holds_pairs(self) -> bool:
-        """Whether each line holds a pair; what an earlier start found counts too."""
-        in_line = self.lines.extra >= IN_LINE
-        if in_line.any() != in_line.all():
-            raise UserError(
-                f"{self.name} data: some files hold a pair per line, others one text: give files "
-                "of one kind."
-            )
-        return bool(in_line[0])
-
     def _check_prompts_of_pairs(self) -> None:
-        lines, starts = self.lines, self.lines.starts
-        found = lines.extra % IN_LINE
-        known = np.delete(found, starts)
-        common = 0 if self.pair_in_line or len(known) < 2 else int(known.min())  # to all texts
+        lines, starts, found = self.lines, self.lines.starts, self.lines.extra
+        common = 0  # to all texts
         if not self.pair_in_line:
+            known = np.delete(found, starts)
+            common = int(known.min()) if len(known) > 1 else 0
             found = found[1::2].copy()
             for start in starts[starts % 2 == 1]:
                 found[start // 2] = self._in_common(lines[start - 1], lines[start])
@@ -335,6 +326,7 @@ class LabelledPairDataset(RewardModelDataset):
     Items: those of the base class, and `margin` float32 (a scalar, at least 0).
     """
 
+    pair_fields = (*RewardModelDataset.pair_fields, "responses")
     read_fields = (*RewardModelDataset.read_fields, "label", "responses")
     check_form = staticmethod(check_labels_can_be_read)
 
@@ -349,12 +341,11 @@ class LabelledPairDataset(RewardModelDataset):
         tokenizer: Tokenizer,
         seq_length: int,
         mask_value: float = DEFAULT_MASK_VALUE,
-        data_cfg: Mapping[str, Any] | None = None,
-        name: str = "train",
+        **options: Any,
     ) -> None:
-        self.mask_value = mask_value
-        self.what = f"labelled pairs {mask_value}"
-        super().__init__(paths, tokenizer, seq_length, data_cfg, name)
+        self.mask_value, self.what = mask_value, ["labelled pairs", mask_value]
+        super().__init__(paths, tokenizer, seq_length, **options)
+        name = self.name
         labels = self.lines.numbers.astype(np.float32).reshape(-1, self.lines_per_document)
         self.preferences = labels[:, 0]
         disagree = np.flatnonzero(labels[:, 0] != labels[:, -1])
@@ -385,7 +376,7 @@ class LabelledPairDataset(RewardModelDataset):
             raise UserError("field 'responses' must be a list of two responses to the prompt.")
         return {**record, "chosen": both[0], "rejected": both[1]}
 
-    def _number(self, record: Record, in_line: bool) -> float:
+    def _number(self, record: Record) -> float:
         number = label_numbers(record)[0]
         if number == self.mask_value:
             raise UserError(
@@ -433,8 +424,8 @@ class DPOModelDataset(RewardModelDataset):
                 raise UserError(f"field '{key}' is {record[key]!r}, not a number.")
         return length, 0.0, is_empty
 
-    def _holds_pairs(self) -> bool:
-        return True
+    def _prepare(self, paths: Sequence[Any]) -> None:
+        self.pair_in_line, self.lines_per_document = True, 1
 
     def _check_prompts_of_pairs(self) -> None:
         self.check_prompts(self.encoder.allow_empty_prompt, self.encoder.begins)

@@ -4,12 +4,9 @@
 
 import copy
 import functools
-import json
-import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -18,11 +15,11 @@ from nemo.utils import logging
 from omegaconf import DictConfig
 from typing_extensions import Self
 
-from nemo_aligner.core.errors import ConfigError, UserError
-from nemo_aligner.core.leftovers import temporary_folder
+from nemo_aligner.core.errors import UserError
 from nemo_aligner.core.masks import lengths_before
 from nemo_aligner.core.tokenizer import Tokenizer
 from nemo_aligner.data.nlp.chat_records import (
+    ConversationForm,
     Message,
     by_our_names,
     conversation_field,
@@ -30,11 +27,9 @@ from nemo_aligner.data.nlp.chat_records import (
     holds_pair,
     pair_messages,
 )
-from nemo_aligner.data.nlp.columns import prompt_hint
-from nemo_aligner.data.nlp.conversation_form import ConversationForm
 from nemo_aligner.data.nlp.record_encoder import RecordEncoder
-from nemo_aligner.data.nlp.records import Records, settings_of
-from nemo_aligner.data.nlp.sources import Record
+from nemo_aligner.data.nlp.records import Records, prompt_hint, settings_of
+from nemo_aligner.data.nlp.sources import GivenRecords, Record
 
 
 @dataclass(frozen=True)
@@ -116,14 +111,16 @@ class FileDataset(torch.utils.data.Dataset[dict[str, Any]], ABC):
         """Name the columns that nothing reads; returns the hint of a prompt among them, which is a
         warning unless the data are refused.
         """
-        said = [f"{self.others_are}, in {text}" for text in self.unread_columns()]
-        hints = [text for text in said if text.endswith("reads it.")]
-        for text in said:
-            if text not in hints:
+        hint = ""
+        for found in self.unread_columns():
+            text = f"{self.others_are}, in {found}"
+            if not found.endswith("reads it."):
                 logging.info(f"{self.name} data: {text}")
-            elif not is_refused:
+                continue
+            hint = hint or f"There are {text} "
+            if not is_refused:
                 logging.warning(f"{self.name} data: {text}")
-        return f"There are {hints[0]} " if hints else ""
+        return hint
 
     def check_prompts(
         self, allowed: bool, begins: Callable[[Record], bool], sampled: bool = False
@@ -193,11 +190,6 @@ class FileDataset(torch.utils.data.Dataset[dict[str, Any]], ABC):
         other.documents = documents
         return other
 
-    def documents_by_file(self) -> list[np.ndarray]:
-        lines = self.documents * self.lines_per_document
-        files = np.searchsorted(self.lines.first_of_file, lines, side="right")
-        return [self.documents[files == n] for n in range(1, len(self.lines.counts) + 1)]
-
 
 NEMO_ALIGNER_ARGUMENTS = tuple(
     "cfg tokenizer name data_prefix documents data seq_length seed drop_last".split()
@@ -206,8 +198,8 @@ Dataset = TypeVar("Dataset", bound=type)
 
 
 def accepts_nemo_aligner_call(cls: Dataset) -> Dataset:
-    """Decorator of a `FileDataset`: it accepts NeMo-Aligner's arguments too. The records of `data`
-    are written to a file that lives as long as the dataset; the other arguments decide nothing.
+    """Decorator of a `FileDataset`: it accepts NeMo-Aligner's arguments too, of which `documents`,
+    `data_prefix`, `seed` and `drop_last` decide nothing.
     """
     own_init = cls.__init__  # type: ignore[misc]
 
@@ -218,11 +210,9 @@ def accepts_nemo_aligner_call(cls: Dataset) -> Dataset:
             own_init(self, *args, **kwargs)
             return
         given = {**dict(zip(NEMO_ALIGNER_ARGUMENTS, args, strict=False)), **kwargs}
-        folder = tempfile.TemporaryDirectory(dir=temporary_folder("nemo_aligner_data_"))
-        self._folder = folder  # copies of the dataset read its file too
         own_init(
             self,
-            paths=[_write_records(given["data"], Path(folder.name), given["name"])],
+            paths=[GivenRecords(given["data"], given["name"])],
             tokenizer=given["tokenizer"],
             name=given["name"],
             data_cfg=given["cfg"].get("data"),
@@ -232,19 +222,6 @@ def accepts_nemo_aligner_call(cls: Dataset) -> Dataset:
     __init__.also_takes = NEMO_ALIGNER_ARGUMENTS  # type: ignore[attr-defined]
     cls.__init__ = __init__  # type: ignore[misc]
     return cls
-
-
-def _write_records(data: Sequence[Any], folder: Path, name: str) -> str:
-    path = folder / f"{name}.jsonl"
-    with path.open("w", encoding="utf-8") as file:
-        for number in range(len(data)):
-            if not isinstance(data[number], Mapping):
-                raise ConfigError(
-                    f"{name} data: record {number} is a {type(data[number]).__name__}; a dataset "
-                    "is built from records of jsonl files, {'text': ...}."
-                )
-            file.write(json.dumps(data[number]) + "\n")
-    return str(path)
 
 
 @accepts_nemo_aligner_call
@@ -264,32 +241,17 @@ class EncodedDataset(FileDataset):
         self.encode = self.encoder.encode_text
         self.tokenizer, self.name, self.pad_id = tokenizer, name, tokenizer.eos_id
         self.seq_length, self.data_cfg = seq_length, data_cfg or {}
+        self._prepare(paths)
         depends_on = [*self.encoder.depends_on(), self.what, seq_length]
         self.lines = self.checked_records(paths, depends_on, expand=self.expand)
         self._choose_documents()
 
+    def _prepare(self, paths: Sequence[Any]) -> None:
+        """Look at what the files hold, before all records are read."""
+
     @abstractmethod
     def _choose_documents(self) -> None:
         """Set `documents`, and check what no record says alone."""
-
-
-def blend(by_file: list[np.ndarray], weights: Sequence[float], size: int) -> np.ndarray:
-    """int64 [size]: documents of several files in proportion to `weights`, at each position of the
-    file that is furthest behind its share. One that is too small starts again.
-    """
-    from megatron.core.datasets import helpers
-
-    file_of, number_in_file = np.zeros(size, dtype=np.int16), np.zeros(size, dtype=np.int64)
-    shares = np.array(weights, dtype=np.float64)
-    helpers.build_blending_indices(
-        file_of, number_in_file, shares / shares.sum(), len(shares), size, False
-    )
-    result = np.zeros(size, dtype=np.int64)
-    for number, documents in enumerate(by_file):
-        here = file_of == number
-        if here.any():
-            result[here] = documents[number_in_file[here] % len(documents)]
-    return result
 
 
 def documents_within(

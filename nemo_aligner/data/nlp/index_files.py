@@ -16,7 +16,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -27,14 +27,6 @@ from nemo_aligner.core.errors import UserError
 
 FOLDER = ".nemo_aligner_index"
 # Data files of at most `SMALL` bytes are read anew at each start, and nothing is written for them.
-
-
-class Index(NamedTuple):
-    offsets: np.ndarray  # int64
-    notes: np.ndarray  # int64 [records], as the others
-    numbers: np.ndarray  # float64
-    extra: np.ndarray  # int64
-    rows: np.ndarray  # int64, the row that each record is made of; empty if all rows are records
 
 
 def file_fingerprint(path: Path) -> str:
@@ -82,26 +74,28 @@ def tokenizer_fingerprint(tokenizer: Any) -> str | None:
     return key(type(tokenizer).__name__, type(inner).__name__, state, own, ids, list(probe))
 
 
-def keep_index(data: Path, index_dir: str | None, name: str, make: Callable[[], Index]) -> Index:
-    made: list[Index] = []
+def keep_array(
+    data: Path, index_dir: str | None, name: str, dtype: np.dtype, make: Callable[[], np.ndarray]
+) -> np.ndarray:
+    """The array of `make`, [n] of `dtype`: from the file `name`, mapped into memory, if it is
+    there and whole.
+    """
+    made: list[np.ndarray] = []
 
     def write(path: Path) -> None:
         made.append(make())
-        arrays = made[0]._replace(numbers=made[0].numbers.view(np.int64))
-        sizes = [len(array) for array in arrays]
-        shape = (len(sizes) + sum(sizes),)
-        # One array, which can be mapped: the sizes, then the arrays, of which no copy is made.
-        with path.open("wb") as file:
-            header = {"descr": np.dtype(np.int64).str, "fortran_order": False, "shape": shape}
-            np.lib.format.write_array_header_1_0(file, header)
-            for part in (np.array(sizes), *arrays):
-                part.astype(np.int64, copy=False).tofile(file)
+        with path.open("wb") as file:  # by name, numpy adds an ending
+            np.save(file, made[0])
 
     path = keep_file(data, index_dir, name, write)
-    if made:
-        return made[0]
-    index = None if path is None else _read_index(path)
-    return make() if index is None else index
+    if path is not None and not made:
+        try:
+            found = np.load(path, mmap_mode="r", allow_pickle=False)
+            if found.dtype == dtype and found.ndim == 1:
+                return found
+        except (ValueError, OSError, EOFError):
+            pass  # damaged
+    return made[0] if made else make()
 
 
 def keep_file(
@@ -112,7 +106,11 @@ def keep_file(
     """
     from nemo.utils import logging  # here, as below: NeMo takes seconds to import
 
-    folders = _folders(data, index_dir)
+    chosen = Path(index_dir) if index_dir else (data if data.is_dir() else data.parent) / FOLDER
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    home = os.environ.get("HF_HOME") or f"{base}/huggingface"
+    cache = os.environ.get("HF_DATASETS_CACHE") or f"{home}/datasets"
+    folders = [chosen, Path(cache).expanduser() / "nemo_aligner"]
     for folder in folders:
         if (folder / name).is_file():
             return folder / name
@@ -124,7 +122,7 @@ def keep_file(
             continue  # not ours to write
         os.close(handle)
         try:
-            with _alone(folder / f"{name}.lock", data):
+            with _alone(folder / f"{name}.lock"):
                 if not (folder / name).is_file():  # another process may have been faster
                     logging.info(f"reading {data}; for the next start: {folder / name}")
                     write(Path(temporary))
@@ -161,45 +159,15 @@ def keep_copy(
     return copy
 
 
-def _folders(data: Path, index_dir: str | None) -> list[Path]:
-    """Where the files of `data` may lie, in the order in which they are tried."""
-    chosen = Path(index_dir) if index_dir else (data if data.is_dir() else data.parent) / FOLDER
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    home = os.environ.get("HF_HOME") or f"{base}/huggingface"
-    cache = os.environ.get("HF_DATASETS_CACHE") or f"{home}/datasets"
-    return [chosen, Path(cache).expanduser() / "nemo_aligner"]
-
-
 @contextlib.contextmanager
-def _alone(lock: Path, data: Path) -> Iterator[None]:
-    """One process at a time; on a file system without locks, all of them."""
-    from filelock import FileLock, Timeout
-    from nemo.utils import logging
+def _alone(lock: Path) -> Iterator[None]:
+    """One process at a time; on a file system without locks all of them, which does no harm."""
+    from filelock import FileLock
 
     held = FileLock(lock)
-    try:
-        try:
-            held.acquire(timeout=0)
-        except Timeout:
-            logging.info(f"waiting for another process that reads {data}")
-            held.acquire()
-    except (NotImplementedError, OSError):
-        pass  # the file is renamed when it is complete, so that a second one does no harm
+    with contextlib.suppress(NotImplementedError, OSError):
+        held.acquire()
     try:
         yield
     finally:
         held.release()
-
-
-def _read_index(path: Path) -> Index | None:
-    """The index, or None if the file is damaged."""
-    try:
-        whole = np.load(path, mmap_mode="r", allow_pickle=False)
-        count = len(Index._fields)
-        ends = np.cumsum([count, *whole[:count].tolist()])
-    except (ValueError, OSError, EOFError):
-        return None
-    if whole.dtype != np.int64 or whole.ndim != 1 or ends[-1] != len(whole):
-        return None
-    index = Index(*(whole[a:b] for a, b in zip(ends[:-1], ends[1:], strict=True)))
-    return index._replace(numbers=index.numbers.view(np.float64))

@@ -27,14 +27,16 @@ from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.core.tokenizer import Tokenizer
 from nemo_aligner.data.nlp.chat_records import (
     ASSISTANT,
+    ConversationForm,
+    Encoded,
     Message,
+    check_written,
     is_trained,
     prompt_messages,
     read_messages,
     template_options,
 )
-from nemo_aligner.data.nlp.columns import check_kind
-from nemo_aligner.data.nlp.conversation_form import ConversationForm, Encoded, check_written
+from nemo_aligner.data.nlp.records import check_kind
 from nemo_aligner.data.nlp.sources import Record
 
 SYSTEM, USER, RESPONDER = "System", "User", "Assistant"
@@ -136,15 +138,10 @@ class NeMoChat(ConversationForm):
         text += self.marks.turn_start + RESPONDER + self.marks.end_of_name
         return self.tokenizer.text_to_ids(text)
 
-    def conversation(self, record: Record) -> Encoded:
-        if "conversations" in record:
+    def conversation(self, record: Record, last_alone: bool = False) -> Encoded:
+        if "conversations" in record:  # with speakers of its own
             return self.encode(source_of_record(record))
-        return super().conversation(record)
-
-    def sample(self, record: Record) -> list[int]:
-        if "conversations" in record:
-            return self.encode(source_of_record(record)).tokens
-        return super().sample(record)
+        return super().conversation(record, last_alone)
 
     def encode_messages(
         self, messages: Sequence[Message], record: Record, first: int = 0

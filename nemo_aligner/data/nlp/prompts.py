@@ -17,8 +17,8 @@ from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.core.tensors import batch_pad_to_fixed_len
 from nemo_aligner.core.tokenizer import Tokenizer
 from nemo_aligner.data.nlp.chat_records import A_SAMPLE, Message, prompt_messages
-from nemo_aligner.data.nlp.columns import columns_asked, is_number
 from nemo_aligner.data.nlp.file_dataset import EncodedDataset, Part, accepts_nemo_aligner_call
+from nemo_aligner.data.nlp.records import columns_asked, is_number
 from nemo_aligner.data.nlp.sources import Record
 
 
@@ -79,16 +79,12 @@ class RLHFDataset(EncodedDataset):
                 f"{self.limit_text} (the longest has {self.lines.notes.max()} tokens). Each is "
                 "replaced by the next prompt that fits, without weight in the loss."
             )
-        for document in self.documents if self._weight_column else ():
+        for document in self.documents if self.data_cfg.get("sample_weight") else ():
             self._weight(document)
 
-    @property
-    def _weight_column(self) -> str | None:
-        return self.data_cfg.get("sample_weight") if self.name == "train" else None
-
     def _weight(self, document: int) -> float:
-        column = self._weight_column
-        if not column:
+        column = self.data_cfg.get("sample_weight")
+        if not column or self.name != "train":
             return 1.0
         weight: Any = self.lines[document].get(column)
         if not is_number(weight) or weight < 0:

@@ -1,8 +1,11 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""From records to the tokens of prompts, of whole samples and of pairs. Imports nothing heavy."""
+"""From records to the tokens of prompts, of whole samples and of pairs, and the form of
+conversations that `model.data` asks for. Imports nothing heavy.
+"""
 
 import bisect
+import functools
 import importlib.metadata
 import re
 import unicodedata
@@ -11,21 +14,29 @@ from typing import Any
 
 import numpy as np
 
-from nemo_aligner.config.data_rules import line_ends
+from nemo_aligner.checkpoint.file_references import check_not_outside
+from nemo_aligner.config.data_rules import (
+    FROM_TOKENIZER,
+    KEPT_FORM,
+    check_chat,
+    holds_tokens,
+    line_ends,
+)
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.core.tokenizer import Tokenizer, begins_with_bos, text_tokens
-from nemo_aligner.data.nlp.chat import chat_form, say_default
 from nemo_aligner.data.nlp.chat_records import (
+    ConversationForm,
+    Encoded,
     EqualPairError,
     conversation_field,
     holds_conversation,
     other_prompt,
     speaks_to_assistant,
 )
-from nemo_aligner.data.nlp.columns import missing
-from nemo_aligner.data.nlp.conversation_form import ConversationForm, Encoded
-from nemo_aligner.data.nlp.records import NO_FORM, check_text
-from nemo_aligner.data.nlp.sources import Record
+from nemo_aligner.data.nlp.chat_template import ChatTemplate, own_chat_template
+from nemo_aligner.data.nlp.nemo_chat import NEMO_TOKENS, ChatTokens, NeMoChat
+from nemo_aligner.data.nlp.records import NO_FORM, check_text, first_record, missing
+from nemo_aligner.data.nlp.sources import CHUNK_ID, DataFile, Record, data_paths
 
 # Tokens that stand for no character (bos, eos, SentencePiece's leading space), at most.
 EXTRA_TOKENS = 8
@@ -128,10 +139,11 @@ class RecordEncoder:
 
     def form_of(self, record: Record) -> ConversationForm | None:
         """The form that a record is written in; None: its texts stay as they are."""
-        if self.form is not None and self.form.default:
-            if not holds_conversation(record):
-                return None
-            say_default(self.form.default)
+        if self.form is None or not self.form.default:
+            return self.form
+        if not holds_conversation(record):
+            return None
+        say_default(self.form.default)
         return self.form
 
     def prompt(self, record: Record) -> list[int]:
@@ -326,3 +338,79 @@ class RecordEncoder:
 def _letters(text: str) -> str:
     """Letters and digits without case and accents: what tokenizers keep apart."""
     return re.sub(r"[\W_]+", "", unicodedata.normalize("NFKD", text).casefold())
+
+
+# --- the form of conversations ---
+
+DEFAULT_FORM = "conversations are written in {}, as model.data.chat_template is not set"
+
+
+def chat_form(data_cfg: Mapping[str, Any] | None, tokenizer: Tokenizer) -> ConversationForm | None:
+    """The form that `model.data` asks for; else, for conversations alone, the checkpoint's or the
+    tokenizer's chat template, or None. `ConfigError`: two, or one that the tokenizer cannot use.
+    """
+    data_cfg = data_cfg or {}
+    check_chat(data_cfg)
+    is_default = not (data_cfg.get("chat") or data_cfg.get("chat_template"))
+    options, name = data_cfg.get("chat_template_kwargs"), "the tokenizer's chat template"
+    kept = getattr(tokenizer, KEPT_FORM, None)
+    if is_default and kept and not (options and kept.get("chat")):  # those are of no such format
+        name = "NeMo's chat format" if kept.get("chat") else "a chat template"
+        name += " that the checkpoint keeps"
+        check_not_outside("model.data.chat_template", kept.get("chat_template"))
+        data_cfg = {**data_cfg, **kept}
+        options = options or kept.get("chat_template_kwargs")
+    form: ConversationForm
+    if data_cfg.get("chat"):
+        given = data_cfg.get("chat_prompt_tokens")
+        form = NeMoChat(tokenizer, ChatTokens.of(given) if given else NEMO_TOKENS)
+    else:
+        template = data_cfg.get("chat_template")
+        if not (template or options) and own_chat_template(tokenizer) is None:
+            return None
+        source, date = str(template or FROM_TOKENIZER), data_cfg.get("chat_date")
+        form = ChatTemplate(tokenizer, source, options, date)
+    if is_default:
+        form.default = DEFAULT_FORM.format(name)
+    return form
+
+
+@functools.cache
+def say_default(text: str) -> None:
+    """Say, once, that conversations get a form that nobody has asked for."""
+    from nemo.utils import logging  # heavy
+
+    logging.info(text)
+
+
+def chat_end_strings(data_cfg: Mapping[str, Any] | None, tokenizer: Tokenizer) -> tuple[str, ...]:
+    """What ends a response, besides the eos token; the form that nobody has asked for does only
+    where a training file begins with a conversation.
+    """
+    form = chat_form(data_cfg, tokenizer)
+    if form is None or form.default and not _trains_on_conversations(data_cfg or {}):
+        return ()
+    return form.end_strings
+
+
+def begins_with_conversation(file: DataFile, section: Mapping[str, Any]) -> bool:
+    """Whether the first record of a data file of `section` is a conversation."""
+    first = first_record(file, section)
+    label_key = section.get("label_key")
+    if label_key is None:
+        return holds_conversation(first)
+    return conversation_field(first) is not None and label_key not in first
+
+
+def _trains_on_conversations(data_cfg: Mapping[str, Any]) -> bool:
+    files, section = data_cfg.get("data_prefix"), data_cfg
+    if isinstance(files, Mapping):
+        files = files.get("train")
+    if data_cfg.get("train_ds"):
+        section = data_cfg["train_ds"]
+        files = section.get("file_path")
+    if not files or holds_tokens(str(data_cfg.get("data_impl"))):
+        return False
+    paths, _weights = data_paths(files, "model.data")
+    first = (file._replace(path=file.path.replace(CHUNK_ID, "0")) for file in paths)
+    return any(begins_with_conversation(file, section) for file in first)

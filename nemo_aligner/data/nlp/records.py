@@ -2,24 +2,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """Records of data files of any kind: each is read and checked once at start, a broken one is an
 error with its file and row. What the check found is kept for the next start (`index_files.py`).
+`model.data.columns` says which columns of a file hold the fields that a job reads.
 """
 
-import array
 import functools
-import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from nemo_aligner.config.data_rules import line_ends, plain_columns
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.core.tokenizer import Tokenizer
 from nemo_aligner.data.nlp import index_files
-from nemo_aligner.data.nlp.chat_records import EqualPairError
-from nemo_aligner.data.nlp.columns import Columns, check_kind, missing
-from nemo_aligner.data.nlp.data_files import DataFile, open_sources
-from nemo_aligner.data.nlp.sources import Record, RecordSource
+from nemo_aligner.data.nlp.sources import DataFile, Record, RecordSource, open_sources
+from nemo_aligner.servers.worker import ALL_COLUMNS
 
 NO_FORM = (
     "A conversation needs a form, and the tokenizer has no chat template: set "
@@ -28,13 +28,23 @@ NO_FORM = (
 )
 # What is kept of a record's check: a whole number, or that with one or two more.
 Inspect = Callable[[Record], int | tuple[int, float] | tuple[int, float, int]]
+# Of each record: the place and the number of its row in its source, and what `Inspect` gave.
+FOUND = np.dtype(
+    [("at", "<i8"), ("row", "<i4"), ("note", "<i4"), ("number", "<f8"), ("extra", "<i8")]
+)
+_PACK = struct.Struct("<qiidq").pack
+
+
+class EqualPairError(UserError):
+    def __init__(self, how: str = "are equal") -> None:
+        super().__init__(f"'chosen' and 'rejected' {how}, so there is nothing to prefer.")
 
 
 class Records(Sequence):
     """Records of data files, one file after the other, read from disk on access.
 
     Args:
-        paths: files and folders (`data_files.py`); an entry may have columns of its own.
+        paths: files and folders (`sources.py`), or sources; an entry may have its own columns.
         fields: texts that each record must have; with `allow_blank` they may be blank.
         inspect: called once with every record, in order; its results are kept in `notes`,
             `numbers` and `extra`. To a `UserError` of it the file and the row are added.
@@ -45,9 +55,8 @@ class Records(Sequence):
 
     Attributes:
         paths, counts, first_of_file: of each entry, how many records, number of the first.
-        notes, numbers, extra: int64, float64, int64 [number of records], of `inspect`, else 0.
+        notes, numbers, extra: int32, float64, int64 [number of records], of `inspect`, else 0.
         starts: int64, numbers of the first records of the sources, of which an entry has some.
-        rows: int64 [number of records], with `expand`: the rows of all files, counted.
 
     `UserError`: a file is missing, empty or damaged, or a record is broken; with file and row.
     """
@@ -63,15 +72,12 @@ class Records(Sequence):
         settings: Callable[[], str | None] | None = None,
         expand: Callable[[Record], list[Record]] | None = None,
     ) -> None:
-        data_cfg = data_cfg or {}
-        index_dir = data_cfg.get("index_mapping_dir")
-        self.expand = expand
-        entries = [DataFile.of(entry, "the list of data files") for entry in paths]
-        self.paths = [Path(entry.path) for entry in entries]
+        data_cfg, self.expand = data_cfg or {}, expand
+        self.paths: list[Path] = []
         self.sources: list[RecordSource] = []
         self.columns: list[Columns] = []
         self.counts: list[int] = []
-        found: list[index_files.Index] = []
+        found: list[np.ndarray] = []
         once = functools.cache(settings or (lambda: None))
 
         def check(record: Record) -> Iterator[tuple[float, ...]]:
@@ -80,117 +86,116 @@ class Records(Sequence):
                 result = inspect(each)
                 yield result if isinstance(result, tuple) else (result,)
 
-        def index_of(source: RecordSource, columns: Columns) -> index_files.Index:
+        def read(source: RecordSource, columns: Columns) -> np.ndarray:
             size = sum(file.stat().st_size for file in source.files)
             depends_on = once() if size > index_files.SMALL else None
-            make = lambda: self._read(source, columns, check)
             if depends_on is None:
-                return make()
+                return _read(source, columns, check)
             name = f"{source.path.name}-" + index_files.key(
                 [index_files.file_fingerprint(file) for file in source.files],
                 [list(fields), allow_blank, columns.fields],
                 [depends_on, index_files.code_fingerprint()],
             )
-            index = index_files.keep_index(source.path, index_dir, f"{name}.npy", make)
-            source.offsets = index.offsets
-            return index
+            make = lambda: _read(source, columns, check)
+            folder = data_cfg.get("index_mapping_dir")
+            return index_files.keep_array(source.path, folder, f"{name}.npy", FOUND, make)
 
-        for entry, path in zip(entries, self.paths, strict=True):
-            columns = data_cfg.get("columns") if entry.columns is None else entry.columns
-            mapping = Columns(columns)
-            sources = open_sources(path, data_cfg.get("data_impl") or "jsonl", index_dir)
-            indices = [index_of(source, mapping) for source in sources]
+        for entry in paths:
+            path, sources, columns = _open(entry, data_cfg, data_cfg.get("data_impl") or "jsonl")
+            arrays = [read(source, columns) for source in sources]
+            self.paths.append(path)
             self.sources += sources
-            self.columns += [mapping] * len(sources)
-            self.counts.append(sum(len(index.notes) for index in indices))
-            found += indices
-        self.notes = _joined([index.notes for index in found])
-        self.numbers = _joined([index.numbers for index in found])
-        self.extra = _joined([index.extra for index in found])
+            self.columns += [columns] * len(sources)
+            self.counts.append(sum(map(len, arrays)))
+            found += arrays
+        # A single array stays mapped into memory.
+        self._found = found[0] if len(found) == 1 else np.concatenate(found)
+        names = ("note", "number", "extra")
+        self.notes, self.numbers, self.extra = (self._found[name] for name in names)
         self.first_of_file = np.cumsum([0, *self.counts[:-1]])
-        self._ends = np.cumsum([len(index.notes) for index in found])  # of the sources
+        self._ends = np.cumsum([len(array) for array in found])  # of the sources
         self.starts = np.array([0, *self._ends[:-1]])
-        self.rows: np.ndarray | None = None
-        if expand is not None:
-            before = np.cumsum([0, *(index.rows[-1] + 1 for index in found)])
-            self.rows = np.concatenate([i.rows + n for i, n in zip(found, before, strict=False)])
-
-    def _read(
-        self,
-        source: RecordSource,
-        columns: Columns,
-        check: Callable[[Record], Iterator[tuple[float, ...]]],
-    ) -> index_files.Index:
-        before = _state(source)
-        kinds: tuple[array.array[Any], ...] = tuple(map(array.array, "qdq"))
-        rows, equal = array.array("q"), list[str]()
-        for place, (number, row) in enumerate(source.scan()):
-            try:
-                for given in check(columns(row)):
-                    for kept, value in zip(kinds, (*given, 0, 0), strict=False):
-                        kept.append(value)
-                    if self.expand is not None:
-                        rows.append(place)
-            except EqualPairError as error:
-                equal.append(str(number))
-                why = error
-            except UserError as error:
-                raise UserError(f"{source.path}, {source.unit} {number}: {error}") from None
-        if equal:
-            count = f" ({len(equal)} in all)" * (len(equal) > 1)
-            where = f"{source.path}, {source.unit} {', '.join(equal[:9])}{count}"
-            raise UserError(f"{where}: {why}")
-        if not kinds[0]:
-            raise UserError(f"data file {source.path} is empty.")
-        if _state(source) != before:
-            raise UserError(
-                f"{source.path} has changed while it was read; start again once it is complete."
-            )
-        notes, numbers, extra = (np.frombuffer(kept, dtype=kept.typecode) for kept in kinds)
-        of_rows = np.array(rows, dtype=np.int64)
-        return index_files.Index(source.offsets, notes, numbers, extra, of_rows)
 
     def __len__(self) -> int:
-        return len(self.notes)
+        return len(self._found)
 
     def __getitem__(self, index: int) -> Record:  # type: ignore[override]
-        number, place = self._place(index)
-        record = self.columns[number](self.sources[number][place])
-        if self.rows is None or self.expand is None:
+        number, at = self._place(index)
+        record = self.columns[number](self.sources[number][at])
+        if self.expand is None:
             return record
-        return self.expand(record)[int(index - np.searchsorted(self.rows, self.rows[index]))]
+        first, places = index, self._found["at"]
+        while first > self.starts[number] and places[first - 1] == at:
+            first -= 1
+        return self.expand(record)[index - first]
 
     def _place(self, index: int) -> tuple[int, int]:
-        """The number of a record's source, and that of its row in there."""
+        """The number of a record's source, and the place of its row in there."""
         number = int(np.searchsorted(self._ends, index, side="right"))
-        return number, self.row_of(int(index), int(self._ends[number - 1]) if number else 0)
+        return number, int(self._found["at"][index])
 
     def row_of(self, index: int, first: int) -> int:
         """How many rows after that of the record `first` the row of a record is."""
-        return index - first if self.rows is None else int(self.rows[index] - self.rows[first])
+        if self.expand is None:
+            return index - first
+        begins = np.diff(self._found["at"][first : index + 1]) != 0
+        begins[self.starts[(self.starts > first) & (self.starts <= index)] - first - 1] = True
+        return int(begins.sum())
 
     def where(self, index: int) -> str:
-        number, place = self._place(index)
-        source = self.sources[number]
-        row, _ = next(itertools.islice(source.scan(), place, None))
-        return f"{source.path}, {source.unit} {row}"
+        source = self.sources[self._place(index)[0]]
+        return f"{source.path}, {source.unit} {self._found['row'][index]}"
 
     def first_rows(self) -> Iterator[tuple[Path, Record, set[str]]]:
-        """Of each entry with records: path, first record, columns that `columns` does not read."""
-        for path, first, count in zip(self.paths, self.first_of_file, self.counts, strict=True):
-            if count:
-                number, place = self._place(int(first))
-                row = self.sources[number][place]
-                yield path, self[int(first)], set(row) - self.columns[number].sources
+        """Of each entry: path, first record, columns that `columns` does not read."""
+        for path, first in zip(self.paths, map(int, self.first_of_file), strict=True):
+            number, at = self._place(first)
+            row = self.sources[number][at]
+            yield path, self[first], set(row) - self.columns[number].sources
 
 
-def _joined(arrays: list[np.ndarray]) -> np.ndarray:
-    """One array; a single one stays mapped into memory."""
-    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+def _open(
+    entry: Any, data_cfg: Mapping[str, Any], data_impl: str
+) -> tuple[Path, list[RecordSource], "Columns"]:
+    """The path, the sources and the columns of an entry of a list of data files."""
+    columns = data_cfg.get("columns")
+    if isinstance(entry, RecordSource):
+        return entry.path, [entry], Columns(columns)
+    file = DataFile.of(entry, "the list of data files")
+    mapping = Columns(columns if file.columns is None else file.columns)
+    path = Path(file.path)
+    return path, open_sources(path, data_impl, data_cfg.get("index_mapping_dir")), mapping
 
 
-def _state(source: RecordSource) -> list[tuple[int, int]]:
-    return [(file.stat().st_size, file.stat().st_mtime_ns) for file in source.files]
+def _read(
+    source: RecordSource,
+    columns: "Columns",
+    check: Callable[[Record], Iterator[tuple[float, ...]]],
+) -> np.ndarray:
+    """What a check finds of all records of a source, `FOUND`."""
+    state = lambda: [(file.stat().st_size, file.stat().st_mtime_ns) for file in source.files]
+    before = state()
+    found, equal = bytearray(), list[str]()
+    for at, number, row in source.scan():
+        try:
+            for given in check(columns(row)):
+                found += _PACK(at, number, *(*given, 0, 0)[:3])
+        except EqualPairError as error:
+            equal.append(str(number))
+            why = error
+        except UserError as error:
+            raise UserError(f"{source.path}, {source.unit} {number}: {error}") from None
+    if equal:
+        count = f" ({len(equal)} in all)" * (len(equal) > 1)
+        where = f"{source.path}, {source.unit} {', '.join(equal[:9])}{count}"
+        raise UserError(f"{where}: {why}")
+    if not found:
+        raise UserError(f"data file {source.path} is empty.")
+    if state() != before:
+        raise UserError(
+            f"{source.path} has changed while it was read; start again once it is complete."
+        )
+    return np.frombuffer(found, dtype=FOUND)
 
 
 def check_text(record: Record, *fields: str, allow_blank: bool = False) -> None:
@@ -206,12 +211,10 @@ def check_text(record: Record, *fields: str, allow_blank: bool = False) -> None:
 
 def first_record(entry: Any, data_cfg: Mapping[str, Any] | None = None) -> Record:
     """The first record of a data file, read as `data_cfg` says; empty if none can be read."""
-    file, data_cfg = DataFile.of(entry, "the list of data files"), data_cfg or {}
     try:
-        source = open_sources(Path(file.path), "jsonl", data_cfg.get("index_mapping_dir"))[0]
-        _number, row = next(source.scan(), (0, {}))
-        return Columns(data_cfg.get("columns") if file.columns is None else file.columns)(row)
-    except UserError:
+        _path, sources, columns = _open(entry, data_cfg or {}, "jsonl")
+        return columns(next(sources[0].scan())[2])
+    except (UserError, StopIteration):
         return {}
 
 
@@ -219,3 +222,139 @@ def settings_of(tokenizer: Tokenizer, *others: Any) -> str | None:
     """A hash of the tokenizer's state and of `others`; None if that state cannot be told."""
     state = index_files.tokenizer_fingerprint(tokenizer)
     return None if state is None else index_files.key(state, *others)
+
+
+# --- columns ---
+
+_IN_BRACES = re.compile(r"\{([^{}]+)\}")
+_PROMPTS = ("instruction", "question", "query", "problem", "prompt", "input")
+_RESPONSES = ("completion", "response", "output", "answer", "solution")
+CONTINUE_PROMPT = {"chosen", "rejected", "response", "preference"}
+# field -> usual names of its column in other layouts
+OTHER_NAMES = {
+    **dict.fromkeys(("prompt", "input"), _PROMPTS),
+    **dict.fromkeys(("response", "output"), _RESPONSES),
+    "preference": ("label",),
+    "label": ("labels", "preference_strength"),
+}
+# Fields with the prompt, and arguments that a reward function has anyway.
+NOT_COLUMNS = ("text", "prompt", "messages", "prompts", "responses", "lengths")
+
+
+class Columns:
+    """Makes records from the rows of a file; `sources` are the columns that are read, the
+    outermost of nested ones.
+
+    Args:
+        fields: `model.data.columns` (docs/data.md), from the name of a field to where its value
+            is; None or empty: rows are records as they are. `ConfigError`: another form.
+    """
+
+    def __init__(self, fields: Mapping[str, Any] | None = None) -> None:
+        self.fields = plain_columns(fields)
+        self.sources: set[str] = set()
+        for given in self.fields.values():
+            for form in [given] if isinstance(given, str) else given:
+                inner = [name.rpartition("?")[2] for name in _IN_BRACES.findall(form)] or [form]
+                self.sources |= {*inner, *(column.split(".")[0] for column in inner)}
+
+    def __call__(self, row: Record) -> Record:
+        """`row` with the fields; its other columns stay. `UserError`: one cannot be made."""
+        if not self.fields:
+            return row
+        return row | {name: self._value(name, form, row) for name, form in self.fields.items()}
+
+    def _value(self, name: str, form: str | list[str], row: Record) -> Any:
+        if isinstance(form, list):
+            return [self._value(name, part, row) for part in form]
+        if not _IN_BRACES.search(form):
+            return self._column(name, form, row)
+
+        def text(match: re.Match[str]) -> str:
+            before, optional, column = match[1].rpartition("?")
+            try:
+                value = self._column(name, column, row)
+            except UserError:
+                if not optional:
+                    raise
+                value = None
+            if optional and (value is None or isinstance(value, str) and not value.strip()):
+                return ""
+            check_kind(value, str, f"column '{column}' (columns.{name})")
+            return before + value
+
+        return _IN_BRACES.sub(text, line_ends(form))
+
+    def _column(self, name: str, column: str, row: Record) -> Any:
+        if column in row:
+            return row[column]
+        value: Any = row
+        for key in column.split("."):
+            if isinstance(value, Mapping) and key in value:
+                value = value[key]
+            elif isinstance(value, list) and key.isdecimal() and int(key) < len(value):
+                value = value[int(key)]
+            else:
+                raise UserError(
+                    f"there is no column '{column}' (columns.{name}); there are {sorted(row)}."
+                )
+        return value
+
+
+def other_name(field: str, names: Iterable[str]) -> str | None:
+    names = set(names)
+    return next((name for name in OTHER_NAMES.get(field, ()) if name in names), None)
+
+
+def prompt_hint(field: str, record: Record, names: Iterable[str], is_empty: bool = True) -> str:
+    """How to read the one of the columns `names` that looks like the prompt, in `field`; empty:
+    none does, or the record has a prompt that Alpaca's instruction is not left out of.
+    """
+    like = other_name(field, names)
+    given = map(record.get, (field, "text", "messages", "conversations"))
+    prompt = "".join(str(value) for value in given if value is not None).strip()
+    if prompt and not is_empty and (like != "instruction" or str(record[like]) in prompt):
+        return ""
+    form = f"'{{{like}}}{{\\n\\n?{field}}}'" if field in record else like
+    column = f'model.data.columns="{{{field}: {form}}}"'
+    return f" '{like}' looks like the prompt: {column} reads it." if like else ""
+
+
+def missing(fields: Sequence[str], record: Record, more: str = "") -> UserError:
+    """The error of a record without some of `fields`, with the columns that look like them."""
+    absent = [field for field in fields if record.get(field) is None]
+    what = f"field{'s' * (len(absent) > 1)} {' and '.join(map(repr, absent))}"
+    what += f" {'are' if len(absent) > 1 else 'is'} missing; the line has {sorted(record)}."
+    also = CONTINUE_PROMPT.intersection(absent) and {"prompt"}.difference(record)
+    likely = {field: other_name(field, record) for field in (*also, *absent)}
+    columns = ", ".join(f"{field}: {name}" for field, name in likely.items() if name)
+    line = f'model.data.columns="{{{columns}}}" reads what looks like them.' if columns else ""
+    return UserError(" ".join(filter(None, (what, more, line))))
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value of a record is a finite number (of float32)."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 3e38
+
+
+def check_kind(value: Any, kind: type, what: str) -> None:
+    if not isinstance(value, kind):
+        needed = "text" if kind is str else "an object"
+        found = "null" if value is None else type(value).__name__
+        raise UserError(f"{what} must be {needed}, not {found}.")
+
+
+def columns_asked(record: Mapping[str, Any], asked: Sequence[str]) -> dict[str, Any]:
+    """The columns of a prompt's record that a function asks for (`RewardFunction.columns`)."""
+    columns: dict[str, Any] = {}
+    for name in asked:
+        if name == ALL_COLUMNS:
+            columns |= {n: record[n] for n in record if n not in (*asked, *NOT_COLUMNS)}
+        elif name in record:
+            columns[name] = record[name]
+        else:
+            raise UserError(
+                f"there is no column '{name}', which the reward function asks for, but "
+                f"{sorted(record)}: add it, or name another one in model.data.columns."
+            )
+    return columns

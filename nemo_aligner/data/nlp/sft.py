@@ -1,7 +1,12 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Examples for supervised fine-tuning: prompts with responses, and conversations."""
+"""Examples for supervised fine-tuning: prompts with responses, conversations, and several of
+either in one sequence (`packed_sequence: True`), which saves the padding.
+"""
 
+import bisect
+import collections
+import heapq
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -11,15 +16,17 @@ import torch
 from nemo.utils import logging
 
 from nemo_aligner.core.errors import ConfigError, UserError
+from nemo_aligner.core.tensors import batch_pad_to_fixed_len
 from nemo_aligner.core.tokenizer import Tokenizer, begins_with_bos
 from nemo_aligner.data.nlp.chat_records import (
     BESIDE,
     CONVERSATIONS,
+    ConversationForm,
+    Encoded,
     conversation_messages,
     each_turn,
     speaks_to_assistant,
 )
-from nemo_aligner.data.nlp.conversation_form import ConversationForm, Encoded
 from nemo_aligner.data.nlp.file_dataset import (
     FileDataset,
     Part,
@@ -83,7 +90,7 @@ class Examples(FileDataset):
 
     @property
     def lengths(self) -> np.ndarray:
-        """int64 [len(self)]: tokens of each item."""
+        """int64 [len(self)]: tokens of each item; of texts with `keep_lengths`."""
         return self.lines.numbers[self.documents].astype(np.int64)
 
     def tokens_of(self, record: Record) -> Encoded:
@@ -212,7 +219,7 @@ class SFTDataset(Examples):
     def _inspect(self, record: Record) -> tuple[int, float, int]:
         """What is left, with `keep_lengths` how many tokens, and whether the prompt is empty."""
         said = not self.prompt_fields or any(record[field].strip() for field in self.prompt_fields)
-        text = "".join(text + _field(record, field) for text, field in self.template)
+        text = "".join(self._texts(record))
         longest = len(text) + EXTRA_TOKENS * len(self.template)
         if text.isascii() and longest <= self.max_seq_length and not self.keep_lengths:
             return WHOLE, 0.0, not said
@@ -220,15 +227,12 @@ class SFTDataset(Examples):
         kept = NO_RESPONSE_LEFT if response_start >= len(tokens) else int(is_truncated)
         return kept, len(tokens), not said
 
-    @property
-    def lengths(self) -> np.ndarray:
-        assert self.keep_lengths
-        return super().lengths
+    def _texts(self, record: Record) -> list[str]:
+        return [text + (record[field] if field else "") for text, field in self.template]
 
     def _encode(self, record: Record) -> tuple[list[int], int, bool]:
         """(tokens, position of the first token of the response, True if truncated)."""
-        texts = [text + _field(record, field) for text, field in self.template]
-        pieces = [self.tokenizer.text_to_ids(text) for text in texts]
+        pieces = [self.tokenizer.text_to_ids(text) for text in self._texts(record)]
         bos: list[Any] = [self.tokenizer.bos_id] if self.add_bos else []
         if sum(pieces, [])[:1] == bos:  # the text begins with it
             bos = []
@@ -303,10 +307,6 @@ class SFTChatDataset(Examples):
         return Encoded(tokens[:limit], is_response[:limit])
 
 
-def _field(record: Record, field: str | None) -> str:
-    return "" if field is None else record[field]
-
-
 def _split_template(template: str, space_sensitive: bool) -> list[tuple[str, str | None]]:
     """Cut a template into pieces (text, field or None), each with text before its field."""
     pieces: list[tuple[str, str | None]] = []
@@ -336,3 +336,90 @@ def response_span(item: Mapping[str, Any]) -> tuple[int, int]:
     while start and trained[start - 1]:
         start -= 1
     return (start, end) if end else (len(trained), len(trained))
+
+
+# --- packed sequences: positions restart at each example and none attends to another, so that
+# loss and gradient are those of the single examples ---
+
+Batch = dict[str, torch.Tensor]
+
+
+def pack(slots: Sequence[int], size: int) -> list[list[int]]:
+    """Divide items of 1 to `size` slots, in order, into packs of at most `size` slots, each into
+    the (first) one that it fills best. Returns the numbers of the items of each pack.
+    """
+    packs: list[list[int]] = []
+    rooms: list[int] = []  # the sizes of the room that open packs have, sorted
+    open_packs = collections.defaultdict[int, list[int]](list)  # by room, a heap of packs
+    for number, needed in enumerate(slots):
+        place = bisect.bisect_left(rooms, needed)
+        if place == len(rooms):
+            chosen, room = len(packs), size
+            packs.append([])
+        else:
+            room = rooms[place]
+            chosen = heapq.heappop(open_packs[room])
+            if not open_packs[room]:
+                del rooms[place]
+        packs[chosen].append(number)
+        left = room - needed
+        if left:
+            if not open_packs[left]:
+                bisect.insort(rooms, left)
+            heapq.heappush(open_packs[left], chosen)
+    return packs
+
+
+class PackedDataset(torch.utils.data.Dataset[dict[str, Any]]):
+    """Packs of the items of `dataset`, examples with known lengths. One of n tokens takes n - 1
+    slots, because its last token is only ever a label.
+
+    Items: `examples` (items of `dataset`) and `is_empty`, True for index -1, an empty slot: the
+    first pack without weight in the loss. `collate_fn` makes batches.
+    """
+
+    def __init__(self, dataset: Examples) -> None:
+        self.dataset = dataset
+        self.size = dataset.max_seq_length
+        slots = np.maximum(dataset.lengths - 1, 1)
+        self.packs = pack(slots.tolist(), self.size)
+        logging.info(
+            f"{dataset.name} data: {len(slots)} examples in {len(self.packs)} packed sequences, "
+            f"{100 * slots.sum() / (len(self.packs) * self.size):.1f} % full."
+        )
+
+    def __len__(self) -> int:
+        return len(self.packs)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        examples = [self.dataset[number] for number in self.packs[max(index, 0)]]
+        return {"examples": examples, "is_empty": index < 0}
+
+    def collate_fn(self, items: list[dict[str, Any]]) -> Batch:
+        """Collate packs as `Examples` does examples, with `packed_position_ids` int64
+        [B, S] in place of `position_ids`: 0 where an example begins, and where the padding does.
+        """
+        rows = [self._row(item) for item in items]
+        longest = max(len(row["tokens"]) for row in rows)
+        is_padded = self.dataset.pad_to_max_length
+        width = self.size if is_padded else min(-(-longest // 16) * 16, self.size)
+        batch = {
+            key: batch_pad_to_fixed_len([row[key] for row in rows], width, 0) for key in rows[0]
+        }
+        for row, positions in zip(rows, batch["packed_position_ids"], strict=True):
+            used = len(row["tokens"])
+            positions[used:] = torch.arange(width - used)
+        return batch
+
+    def _row(self, item: dict[str, Any]) -> Batch:
+        """The examples of a pack one behind the other, each without its padding."""
+        parts: list[Batch] = []
+        for example in item["examples"]:
+            used = max(len(example["tokens"]) - 1, 1)
+            alone = self.dataset.collate_fn([example])
+            part = {key: alone[key][0, :used] for key in ("tokens", "labels", "loss_mask")}
+            parts.append({**part, "packed_position_ids": torch.arange(used)})
+        row = {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
+        if item["is_empty"]:
+            row["loss_mask"] = torch.zeros_like(row["loss_mask"])
+        return row

@@ -4,21 +4,18 @@
 with the values of attributes, "quality:4,toxicity:0,...", in NeMo's chat format (`nemo_chat.py`).
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from nemo_aligner.config.keys.model import DEFAULT_MASK_VALUE
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.core.preference import target_weights
 from nemo_aligner.core.tensors import batch_pad_to_fixed_len
 from nemo_aligner.core.tokenizer import Tokenizer
-from nemo_aligner.data.nlp.chat_records import Message
-from nemo_aligner.data.nlp.columns import check_kind, is_number
-from nemo_aligner.data.nlp.conversation_form import Encoded
+from nemo_aligner.data.nlp.chat_records import Encoded, Message, read_messages
 from nemo_aligner.data.nlp.file_dataset import Part, documents_within
 from nemo_aligner.data.nlp.nemo_chat import (
     NEMO_TOKENS,
@@ -33,6 +30,7 @@ from nemo_aligner.data.nlp.nemo_chat import (
     source_of_record,
     turn_text,
 )
+from nemo_aligner.data.nlp.records import check_kind, is_number
 from nemo_aligner.data.nlp.sft import Examples
 from nemo_aligner.data.nlp.sources import Record
 
@@ -50,28 +48,6 @@ SYSTEM_PROMPT = (
 
 def encode_label(values: Mapping[str, Any]) -> str:
     return ",".join(f"{name}:{value}" for name, value in values.items())
-
-
-def parse_label(text: str, attributes: Sequence[str]) -> dict[str, float]:
-    values: dict[str, float] = {}
-    for part in text.split(","):
-        name, colon, value = part.strip().partition(":")
-        try:
-            number = float(value)
-        except ValueError:
-            number = float("nan")
-        if not colon or number != number:
-            raise UserError(
-                f"the label {text!r} is not one of attributes: write name:number, such as "
-                f"{encode_label(dict.fromkeys(attributes[:2], HIGHEST))}."
-            )
-        if name not in attributes:
-            raise UserError(
-                f"the label {text!r} has the attribute {name!r}, which is none of "
-                f"{', '.join(attributes)} (--attributes)."
-            )
-        values[name] = number
-    return values
 
 
 def rounded_label(values: Sequence[float], attributes: Sequence[str]) -> str:
@@ -119,52 +95,10 @@ def with_labels(record: Record, labels: Mapping[int, str]) -> Record:
     return {**record, "conversations": turns, "type": VALUE_TO_TEXT}
 
 
-def regression_records(
-    record: Record, attributes: Sequence[str] = ALL_STEERLM_ATTRIBUTES
-) -> list[Record]:
-    """A record `{"text": ..., "label": [number, ...]}` for each response that has a label."""
-    found = []
-    for number, text in scored_turns(record):
-        label = record["conversations"][number].get("label")
-        if label:
-            values = parse_label(label, attributes)
-            numbers = [values.get(name, float(DEFAULT_MASK_VALUE)) for name in attributes]
-            found.append({"text": text, "label": numbers})
-    return found
-
-
 def labelled_conversation(turns: Sequence[Mapping[str, Any]]) -> Record:
     """A record of conversations for attribute-conditioned fine-tuning."""
     how = {"system": SYSTEM_PROMPT, "mask": USER, "type": VALUE_TO_TEXT}
     return {"conversations": list(turns), **how}
-
-
-def open_assistant_records(tree: Mapping[str, Any]) -> list[Record]:
-    """The conversations of a message tree of OpenAssistant, one for each path to a last reply."""
-    try:
-        return [labelled_conversation(path) for path in _paths(tree["prompt"]) if len(path) > 1]
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise UserError(
-            f"this is no message tree of OpenAssistant ({type(error).__name__}: {error})."
-        ) from None
-
-
-def _paths(message: Mapping[str, Any]) -> Iterator[list[dict[str, Any]]]:
-    if message["role"] not in ("prompter", "assistant"):
-        raise ValueError(f"role {message['role']!r}")
-    responds = message["role"] == "assistant"
-    turn: dict[str, Any] = {"from": RESPONDER if responds else USER, "value": message["text"]}
-    labels = message.get("labels")
-    if not responds:
-        turn["label"] = None
-    elif labels is not None:  # from 0 to 1
-        names = [name for name in OPEN_ASSISTANT_ATTRIBUTES if name in labels]
-        turn["label"] = encode_label({n: round(labels[n]["value"] * HIGHEST) for n in names})
-    if not message["replies"]:
-        yield [turn]
-    for reply in message["replies"]:
-        for path in _paths(reply):
-            yield [turn, *path]
 
 
 def help_steer_record(row: Mapping[str, Any], attributes: Sequence[str]) -> Record:
@@ -230,11 +164,11 @@ class SteerLM2Dataset(Examples):
     def _encoded(self, record: Record) -> list[Encoded]:
         """Each response behind its prompt, with the mask of that last turn alone."""
         turns, label, responses = _fields(record)
-        speaker = responses[0]["from"]
+        speaker = responses[0]["role"]
         others = tuple(dict.fromkeys(t.speaker for t in turns if t.speaker != speaker))
         found = []
         for response in responses:
-            last = Turn(speaker, response["value"], label)
+            last = Turn(speaker, response["content"], label)
             source = Source(record.get("system") or "", (*turns, last), others, VALUE_TO_TEXT)
             tokens, _is_response = self.form.encode(source)
             # Not by the mask of the chat format: a tokenizer may join `end_of_name` behind the
@@ -246,7 +180,7 @@ class SteerLM2Dataset(Examples):
             if list(tokens[:start]) != list(prompt):
                 raise UserError(
                     f"the tokenizer joins the end of the prompt with the start of the response "
-                    f"{response['value'][:40]!r}. Leave the response out."
+                    f"{response['content'][:40]!r}. Leave the response out."
                 )
             found.append(Encoded(tokens, [place >= start for place in range(len(tokens))]))
         return found
@@ -286,9 +220,8 @@ class SteerLM2Dataset(Examples):
         return "weights " + ", ".join(f"{weight:.3g}" for weight in item["ws"].tolist())
 
     def messages(self, record: Record) -> list[Message]:
-        texts = [turn["value"] for turn in (*record["prompt_turns"], *record["responses"])]
-        texts += [record.get(name) or "" for name in ("system", "label")]
-        return [{"content": text} for text in texts]
+        others = [{"content": record.get(name) or ""} for name in ("system", "label")]
+        return _said(record, "prompt_turns") + _said(record, "responses") + others
 
     def collate_fn(self, batch: list[dict[str, Any]]) -> dict[str, Tensor]:
         """Collate B items to width S; n is `num_responses`: `tokens`, `labels` int64, `loss_mask`
@@ -307,32 +240,25 @@ class SteerLM2Dataset(Examples):
         return collated
 
 
-def _fields(record: Record) -> tuple[tuple[Turn, ...], str | None, list[Any]]:
+def _fields(record: Record) -> tuple[tuple[Turn, ...], str | None, list[Message]]:
     """(turns of the prompt, label, responses) of a record."""
-    for field in ("prompt_turns", "responses"):
-        value = record.get(field)
-        if not isinstance(value, list) or not value:
-            raise UserError(
-                f"field '{field}' must be a list that is not empty; the line has {sorted(record)}."
-            )
-        for number, turn in enumerate(value, start=1):
-            texts = (turn.get(key) for key in ("from", "value")) if isinstance(turn, dict) else ()
-            if [type(text) for text in texts] != [str, str]:
-                raise UserError(
-                    f"turn {number} of field '{field}' needs texts 'from' and 'value'."
-                )
+    said, responses = (_said(record, field) for field in ("prompt_turns", "responses"))
     label, system = record.get("label"), record.get("system")
     for field, value in (("label", label), ("system", system)):
         if value is not None:
             check_kind(value, str, f"field '{field}'")
-    turns = tuple(Turn(turn["from"], turn["value"]) for turn in record["prompt_turns"])
-    speakers = {response["from"] for response in record["responses"]}
+    turns = tuple(Turn(turn["role"], turn["content"]) for turn in said)
+    speakers = {response["role"] for response in responses}
     if len(speakers) > 1 or turns[-1].speaker in speakers:
         raise UserError(
             f"the responses are of {', '.join(sorted(speakers))} to a turn of "
             f"{turns[-1].speaker}: one speaker responds to another one."
         )
-    return turns, label, record["responses"]
+    return turns, label, responses
+
+
+def _said(record: Record, field: str) -> list[Message]:
+    return read_messages(record.get(field), field, as_named=True)
 
 
 def _log_probs(record: Record) -> tuple[Tensor, ...]:

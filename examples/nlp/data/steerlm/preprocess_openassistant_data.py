@@ -12,9 +12,19 @@ See docs/algorithms.md.
 
 import random
 import urllib.request
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from nemo_aligner.core.errors import UserError
+from nemo_aligner.data.nlp.nemo_chat import RESPONDER, USER
+from nemo_aligner.data.nlp.sources import Record
+from nemo_aligner.data.nlp.steerlm import (
+    HIGHEST,
+    OPEN_ASSISTANT_ATTRIBUTES,
+    encode_label,
+    labelled_conversation,
+)
 from nemo_aligner.generate.responses import check_writable
 from nemo_aligner.generate.settings import CommandParser
 from nemo_aligner.launch.endings import user_errors_end_the_job
@@ -32,8 +42,6 @@ def main() -> None:
     args = parser.parse_args()
     folder = Path(args.output_directory)
     check_writable(folder / "train.jsonl")
-
-    from nemo_aligner.data.nlp.steerlm import open_assistant_records
 
     trees = open_records(str(_trees(folder)), lambda record: len(open_assistant_records(record)))
     order = list(range(len(trees)))
@@ -60,6 +68,34 @@ def _trees(folder: Path) -> Path:
             f"{ADDRESS} cannot be downloaded ({error}); put the file into {folder} yourself."
         ) from None
     return path
+
+
+def open_assistant_records(tree: Mapping[str, Any]) -> list[Record]:
+    """The conversations of a message tree of OpenAssistant, one for each path to a last reply."""
+    try:
+        return [labelled_conversation(path) for path in _paths(tree["prompt"]) if len(path) > 1]
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise UserError(
+            f"this is no message tree of OpenAssistant ({type(error).__name__}: {error})."
+        ) from None
+
+
+def _paths(message: Mapping[str, Any]) -> Iterator[list[dict[str, Any]]]:
+    if message["role"] not in ("prompter", "assistant"):
+        raise ValueError(f"role {message['role']!r}")
+    responds = message["role"] == "assistant"
+    turn: dict[str, Any] = {"from": RESPONDER if responds else USER, "value": message["text"]}
+    labels = message.get("labels")
+    if not responds:
+        turn["label"] = None
+    elif labels is not None:  # from 0 to 1
+        names = [name for name in OPEN_ASSISTANT_ATTRIBUTES if name in labels]
+        turn["label"] = encode_label({n: round(labels[n]["value"] * HIGHEST) for n in names})
+    if not message["replies"]:
+        yield [turn]
+    for reply in message["replies"]:
+        for path in _paths(reply):
+            yield [turn, *path]
 
 
 if __name__ == "__main__":

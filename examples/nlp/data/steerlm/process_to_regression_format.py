@@ -9,7 +9,18 @@ An attribute that a label does not name gets -100, which the reward model leaves
 See docs/algorithms.md.
 """
 
+from collections.abc import Sequence
+
+from nemo_aligner.config.keys.model import DEFAULT_MASK_VALUE
 from nemo_aligner.core.errors import UserError
+from nemo_aligner.data.nlp.sources import Record
+from nemo_aligner.data.nlp.steerlm import (
+    ALL_STEERLM_ATTRIBUTES,
+    HIGHEST,
+    encode_label,
+    read_attributes,
+    scored_turns,
+)
 from nemo_aligner.generate.responses import check_writable
 from nemo_aligner.generate.settings import CommandParser
 from nemo_aligner.launch.endings import user_errors_end_the_job
@@ -24,8 +35,6 @@ from nemo_aligner.synthetic.command_line import (
 
 @user_errors_end_the_job
 def main() -> None:
-    from nemo_aligner.data.nlp.steerlm import read_attributes, regression_records
-
     parser = CommandParser(takes_words=False, description=__doc__)
     add_files(parser)
     add_attributes(parser)
@@ -45,6 +54,42 @@ def main() -> None:
         (found for record in records for found in regression_records(record, attributes)),
     )
     print(f"{written} labelled texts of {len(records)} conversations: {args.output_file}")
+
+
+def parse_label(text: str, attributes: Sequence[str]) -> dict[str, float]:
+    values: dict[str, float] = {}
+    for part in text.split(","):
+        name, colon, value = part.strip().partition(":")
+        try:
+            number = float(value)
+        except ValueError:
+            number = float("nan")
+        if not colon or number != number:
+            raise UserError(
+                f"the label {text!r} is not one of attributes: write name:number, such as "
+                f"{encode_label(dict.fromkeys(attributes[:2], HIGHEST))}."
+            )
+        if name not in attributes:
+            raise UserError(
+                f"the label {text!r} has the attribute {name!r}, which is none of "
+                f"{', '.join(attributes)} (--attributes)."
+            )
+        values[name] = number
+    return values
+
+
+def regression_records(
+    record: Record, attributes: Sequence[str] = ALL_STEERLM_ATTRIBUTES
+) -> list[Record]:
+    """A record `{"text": ..., "label": [number, ...]}` for each response that has a label."""
+    found = []
+    for number, text in scored_turns(record):
+        label = record["conversations"][number].get("label")
+        if label:
+            values = parse_label(label, attributes)
+            numbers = [values.get(name, float(DEFAULT_MASK_VALUE)) for name in attributes]
+            found.append({"text": text, "label": numbers})
+    return found
 
 
 if __name__ == "__main__":

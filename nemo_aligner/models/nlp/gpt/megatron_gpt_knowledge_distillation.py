@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from nemo_aligner.config.jobs.distillation import check_candidates
 from nemo_aligner.core.distillation import distillation_loss
 from nemo_aligner.core.types import DistillationBatch
-from nemo_aligner.data.nlp.chat import chat_end_strings
+from nemo_aligner.data.nlp.record_encoder import chat_end_strings
 from nemo_aligner.generation import GenerationOutput, GenerationParams, MegatronGenerator
 from nemo_aligner.models.alignable_interface import SupervisedInterface
 from nemo_aligner.models.nlp.gpt.adapter_mixin import NLPAdapterModelMixin

@@ -20,7 +20,7 @@ from nemo_aligner.config.rollout_rules import asked_reshard, generation_sizes
 from nemo_aligner.core.errors import ConfigError
 from nemo_aligner.core.tensors import sample_seeds
 from nemo_aligner.core.types import InferenceBatch, Rollout
-from nemo_aligner.data.nlp.chat import chat_end_strings
+from nemo_aligner.data.nlp.record_encoder import chat_end_strings
 from nemo_aligner.generation import GenerationOutput, GenerationParams, MegatronGenerator
 from nemo_aligner.generation.interface import Environment, Prompts
 from nemo_aligner.generation.resharding import divided, gather_stages, reshard, undivided
