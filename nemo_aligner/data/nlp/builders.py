@@ -389,6 +389,11 @@ def datasets_of_job(config_name: str, model: DictConfig) -> Callable[..., Datase
     return partial(build_train_valid_test_datasets, cls)
 
 
+CHAT_KEYS = frozenset(
+    "chat_template chat_template_kwargs one_turn_per_sample chat_date allow_empty_prompt".split()
+)
+
+
 def build_sft_dataset(
     data_cfg: DictConfig,
     tokenizer: Tokenizer,
@@ -408,8 +413,11 @@ def build_sft_dataset(
             `max_seq_length`, and optionally the other keys of that section.
         num_samples: use at most so many samples; None or below 1 means all.
         data: the section `model.data`; without it `is_chat` is its key `chat`, `special_tokens`
-            is `chat_prompt_tokens` (None: NeMo's), and `more` are others. `model_cfg` is not used.
+            is `chat_prompt_tokens` (None: NeMo's), and `more` are others of `CHAT_KEYS`.
+        model_cfg: not used (NeMo-Aligner's signature).
     """
+    if unknown := sorted(more.keys() - CHAT_KEYS):
+        raise TypeError(f"build_sft_dataset() got an unexpected argument {unknown[0]!r}")
     section = {key: data_cfg.get(key) for key in data_cfg}
     check_later(Values({"model": {"data": {"train_ds": section}}}), "gpt_sft")
     paths, weights = data_paths(data_cfg.get("file_path"), "file_path in the SFT data section")
