@@ -17,7 +17,7 @@ import math
 import re
 import shlex
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -160,33 +160,26 @@ def extract_value_from_ckpt(key: str, ckpt_path: str | Path) -> int:
     return int(float(found.group(1)))
 
 
-def complete_checkpoints(root: Path) -> list[Checkpoint]:
-    """Complete checkpoints under `root`, oldest first; a warning names damaged ones."""
-    complete, damaged = _checkpoints(root)
-    for _path, error in damaged:
-        _warn_once(str(error))
-    return complete
+@functools.cache
+def _warn_once(text: str) -> None:
+    logging.warning(text)
 
 
-def damaged_checkpoints(root: Path) -> list[tuple[Path, DamagedFileError]]:
-    """Checkpoints under `root` that are marked as complete, but cannot be listed."""
-    return _checkpoints(root)[1]
-
-
-def _checkpoints(root: Path) -> tuple[list[Checkpoint], list[tuple[Path, DamagedFileError]]]:
-    complete, damaged = [], []
+def complete_checkpoints(
+    root: Path,
+    damaged: Callable[[Path, DamagedFileError], None] = lambda _path, why: _warn_once(str(why)),
+) -> list[Checkpoint]:
+    """Complete checkpoints under `root`, oldest first. `damaged` gets those that are marked as
+    complete, but cannot be listed, and why; by default it warns once.
+    """
+    complete = []
     for path in sorted(path for path in root.iterdir() if path.is_dir()) if root.is_dir() else ():
         try:
             if (state := read_state(path)) is not None:
                 complete.append((path, state))
         except DamagedFileError as error:
-            damaged.append((path, error))
-    return sorted(complete, key=lambda checkpoint: checkpoint[1]["save_number"]), damaged
-
-
-@functools.cache
-def _warn_once(text: str) -> None:
-    logging.warning(text)
+            damaged(path, error)
+    return sorted(complete, key=lambda checkpoint: checkpoint[1]["save_number"])
 
 
 def is_leftover(path: Path) -> bool:
@@ -224,13 +217,14 @@ def checkpoints_of_others(root: Path) -> list[str]:
     return sorted(p.name for p in root.iterdir() if is_of_others(p)) if root.is_dir() else []
 
 
-def replace_folder(target: Path, written: Path) -> None:
-    """Give `written` the place `target`; what stands there goes last."""
+def replace(target: Path, written: Path) -> None:
+    """Give the file or folder `written` the place `target`; what stands there goes last."""
     former = target.with_name(target.name + FORMER_SUFFIX)
     shutil.rmtree(former, ignore_errors=True)
-    if target.exists():
+    if target.exists() and (target.is_dir() or written.is_dir()):
         target.rename(former)
-    written.rename(target)
+    written.replace(target)
+    sync_folder(target.parent)
     if former.is_dir():
         shutil.rmtree(former)
     else:
@@ -245,7 +239,7 @@ def replaced_folder(target: Path) -> Iterator[Path]:
     try:
         folder.mkdir(parents=True)
         yield folder
-        replace_folder(target, folder)
+        replace(target, folder)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise

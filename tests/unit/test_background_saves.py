@@ -124,7 +124,7 @@ callback.finish_save()
 write = checksums._Stream.write
 
 def write_or_die(stream, data):
-    if stream.file.tell() > 100_000:
+    if stream.tell() + len(data) > 100_000:
         os.kill(os.getpid(), signal.SIGKILL)
     return write(stream, data)
 
