@@ -280,7 +280,7 @@ class CheckpointCallback:
             chosen: Path | None = None
             with failing_together(self.root):
                 if parallel_state.get_rank() == 0:
-                    for path, state in folders.complete_checkpoints(self.root, _set_aside):
+                    for path, state in folders.complete_checkpoints(self.root, folders.set_aside):
                         if accept(state) and not folders.is_abandoned(path):
                             chosen = path
             folder: Path | None = gathered(chosen)[0]
@@ -294,7 +294,7 @@ class CheckpointCallback:
         except DamagedFileError as error:
             with failing_together(folder):
                 if parallel_state.get_rank() == 0:
-                    _set_aside(folder, error)
+                    folders.set_aside(folder, error)
             return False
         return True
 
@@ -372,11 +372,6 @@ class CheckpointCallback:
         optimizer_forms.load_optimizer_state(self.optimizer, optimizer["optimizer"])
         self.scheduler.num_steps = 0  # Megatron Core adds the stored number to it
         self.scheduler.load_state_dict(loaded["scheduler"])
-
-
-def _set_aside(folder: Path, error: DamagedFileError) -> None:
-    aside = folders.set_aside(folder, str(error))
-    logging.error(f"{error} It now lies in {aside}, and the checkpoint before it is taken.")
 
 
 def _rng_file(folder: Path) -> Path:

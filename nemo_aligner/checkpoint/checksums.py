@@ -78,7 +78,7 @@ class ChecksummedFiles(FileSystem):
         self.error: OSError | None = None
 
     @contextlib.contextmanager
-    def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[IO[bytes]]:
+    def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[io.IOBase]:
         assert mode == "wb", f"mode {mode!r}: files are only written"
         stream = _Stream(path, self._note)
         # PyTorch writes much in small parts.

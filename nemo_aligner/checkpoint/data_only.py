@@ -128,8 +128,8 @@ def reason(error: BaseException) -> str:
 
 
 def read_table(folder: Path, files: FileSystem | None = None) -> Metadata:
-    """The table of contents in `folder`, among `files` (None: of this machine), whose other small
-    files are there and whole. Errors as of `read_metadata`.
+    """The table of contents in `folder`, among `files` (None: of this machine). Errors as of
+    `read_metadata`, and another format.
     """
     files = files or FileSystem()
 
@@ -140,21 +140,13 @@ def read_table(folder: Path, files: FileSystem | None = None) -> Metadata:
                 yield stream
         except UserError:
             raise
-        except Exception as error:  # as above; a damaged zip file too
+        except Exception as error:  # as above
             raise damaged(folder / name, error) from error
 
     with opened(BACKEND_FILE) as stream:
         form_of_weights((), stream.read(), folder, formats=("torch_dist",))
     with opened(METADATA_FILE) as stream:
-        table = read_metadata(stream, folder / METADATA_FILE)
-    in_table = any(key.startswith(f"{COMMON_OBJECT}/") for key in table.state_dict_metadata)
-    if files.exists(folder / COMMON_FILE) or not in_table:
-        with opened(COMMON_FILE) as stream:
-            archive = zipfile.ZipFile(io.BytesIO(stream.read()))
-            for member in archive.infolist():
-                if member.CRC:  # PyTorch can be told to write none
-                    archive.read(member)
-    return table
+        return read_metadata(stream, folder / METADATA_FILE)
 
 
 @contextmanager
@@ -206,7 +198,7 @@ def read_objects(
     own = {f"{kind.__module__}.{kind.__name__}": kind for kind in classes}
     known = _OBJECTS | own
     try:
-        names = known.keys()  # of a file before PyTorch 1.6
+        names = [*known]  # of a file before PyTorch 1.6
         if content is not None or zipfile.is_zipfile(file):
             names = torch.serialization.get_unsafe_globals_in_checkpoint(opened())
         unknown = [n for n in names if n not in known and not n.startswith(_INERT)]

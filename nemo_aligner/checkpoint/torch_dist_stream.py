@@ -78,9 +78,6 @@ class TarFiles(FileSystem):
         self.path = path
         self.members = {Path(member.name): member for member in tar if member.isreg()}
 
-    def exists(self, path: str | os.PathLike) -> bool:
-        return Path(path).relative_to(self.path) in self.members
-
     @contextlib.contextmanager
     def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[Any]:
         assert mode == "rb", f"mode {mode!r}: a tar file is only read"
