@@ -12,6 +12,8 @@ the blocks that a checkpoint has. `--folder` needs room for three times the chec
 """
 
 import argparse
+import contextlib
+import io
 import shutil
 import statistics
 import time
@@ -81,12 +83,11 @@ def plain_writes(folder: Path, rounds: int) -> None:
     for _ in range(rounds):
         for kind, seconds in found.items():
             start = time.process_time()
-            with path.open("wb") as file:
-                stream = checksums._Stream(file, lambda error: None)
+            with contextlib.ExitStack() as stack:
+                stream = stack.enter_context(checksums._Stream(path, lambda error: None))
+                raw = stream if kind == "blocks" else stack.enter_context(path.open("wb", 0))
+                file = stack.enter_context(io.BufferedWriter(raw, 1 << 20))
                 for tensor in tensors:
-                    if kind == "blocks":
-                        stream.write(tensor)
-                        continue
                     if kind == "whole tensors":
                         stream.hash.update(tensor)
                     file.write(tensor)

@@ -30,8 +30,9 @@ def run_killed(path: str) -> None:
     def write_or_fail(stream, data):
         if len(saves) + 1 == int(os.environ.get("NO_SPACE_IN_SAVE", 0)):
             saves.append("failed")
-            with stream._noting_errors():
-                raise OSError(errno.ENOSPC, "No space left on device")
+            error = OSError(errno.ENOSPC, "No space left on device")
+            stream.failed(error)
+            raise error
         return write(stream, data)
 
     folders.mark = mark_or_die

@@ -21,7 +21,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from nemo_aligner.models.nlp.gpt.megatron_layers import build_layer_spec
 from nemo_aligner.parallel import parallel_state
-from tests.nemo_files import save_as_megatron_core, shard
+from tests.nemo_files import save_as_megatron_core, states_of_ranks
 
 PADDED, IDS = 384, 300  # rows of the tables; ids of the tokenizer of the tests
 SIZES = {"num_layers": 4, "hidden_size": 32, "ffn_hidden_size": 48, "num_attention_heads": 4}
@@ -70,15 +70,12 @@ TRAINING = {
     "make_vocab_size_divisible_by": 128,
     "hidden_dropout": 0.0,
     "attention_dropout": 0.0,
-    "lr": 3e-4,
     "params_dtype": torch.bfloat16,
     "attention_backend": AttnBackend.auto,
     "exit_signal": signal.SIGTERM,
     "transformer_impl": "transformer_engine",
     "cp_comm_type": ["p2p"],
-    "recompute_modules": ["core_attn"],
     "moe_token_dispatcher_type": "alltoall",
-    "moe_aux_loss_coeff": 0.01,
     "moe_router_load_balancing_type": "seq_aux_loss",
     "tensor_model_parallel_size": 1,
     "pipeline_model_parallel_size": 1,
@@ -224,43 +221,15 @@ def save_ranks(model: GPTModel, root: Path, args, tp=1, pp=1, virtual=1) -> Path
     """`root/release` with a file for each rank (`--ckpt-format torch`)."""
     folder = root / "release"
     weights = {n: v for n, v in model.state_dict().items() if isinstance(v, torch.Tensor)}
-    gated, tied = args.swiglu, not args.untie_embeddings_and_output_weights
-    count = args.num_layers // (pp * virtual)
-    args = argparse.Namespace(
-        **vars(args)
-        | {
-            "tensor_model_parallel_size": tp,
-            "pipeline_model_parallel_size": pp,
-            "ckpt_format": "torch",
-        }
-    )
-
-    def local(name: str, stage: int, chunk: int) -> str | None:
-        """The name of a weight in one part of the model; None: it is not there."""
-        last = stage == pp - 1 and chunk == virtual - 1
-        if name.startswith("embedding."):
-            return name if stage == chunk == 0 else None
-        if not name.startswith("decoder.layers."):
-            return name if last else None
-        number, _, rest = name.removeprefix("decoder.layers.").partition(".")
-        first = (chunk * pp + stage) * count
-        if not first <= int(number) < first + count:
-            return None
-        return f"decoder.layers.{int(number) - first}.{rest}"
-
+    sizes = {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp}
+    args = argparse.Namespace(**vars(args) | sizes | {"ckpt_format": "torch"})
+    layers = [args.num_layers // (pp * virtual)] * (pp * virtual)
+    chunks = list(states_of_ranks(weights, tp, layers, args.swiglu))
     for rank, stage in itertools.product(range(tp), range(pp)):
         state = {"args": args, "checkpoint_version": 3.0, "iteration": 10}
         state["rng_state"] = [{"np_rng_state": np.random.get_state()}]
-        for chunk in range(virtual):
-            mine = {}
-            for name, value in weights.items():
-                own = local(name, stage, chunk)
-                if own is not None:
-                    mine[own] = shard(name, value, rank, tp, gated)
-            if tied and pp > 1 and stage == pp - 1 and chunk == virtual - 1:
-                table = weights["embedding.word_embeddings.weight"]
-                mine["output_layer.weight"] = table.chunk(tp)[rank].clone()
-            state["model" if virtual == 1 else f"model{chunk}"] = mine
+        for chunk in range(virtual):  # each stage has a first one, then each a second, ...
+            state["model" if virtual == 1 else f"model{chunk}"] = chunks[chunk * pp + stage][rank]
         name = f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if pp > 1 else "")
         (folder / name).mkdir(parents=True)
         torch.save(state, folder / name / "model_optim_rng.pt")

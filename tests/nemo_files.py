@@ -54,6 +54,27 @@ def shard(name: str, value: torch.Tensor, rank: int, size: int, gated: bool) -> 
     return value.chunk(size, 1)[rank].clone() if name.endswith(ROW) else value.clone()
 
 
+def states_of_ranks(weights: dict, tp: int, layers: list[int], gated: bool):
+    """The state dict of each of `tp` tensor-parallel ranks, by pipeline stage or virtual stage in
+    the order of the layers, of which each has the number in `layers`.
+    """
+    first = 0
+    for stage, count in enumerate(layers):
+        last = stage == len(layers) - 1
+        mine = {}
+        for name, value in weights.items():
+            number = re.match(r"decoder\.layers\.(\d+)\.(.*)", name)
+            if number and first <= int(number[1]) < first + count:
+                mine[f"decoder.layers.{int(number[1]) - first}.{number[2]}"] = value
+            elif not number and (stage == 0 if name.startswith("embedding.") else last):
+                mine[name] = value
+        if last and len(layers) > 1 and "output_layer.weight" not in weights:
+            # A tied output layer of another stage than the embedding is a copy.
+            mine["output_layer.weight"] = weights["embedding.word_embeddings.weight"]
+        first += count
+        yield [{n: shard(n, v, rank, tp, gated) for n, v in mine.items()} for rank in range(tp)]
+
+
 def write_rank_files(model, folder: Path, tp: int, stages: list[int], wrapper="model.") -> Path:
     """A `.nemo` folder with the weights of each rank.
 
@@ -63,27 +84,11 @@ def write_rank_files(model, folder: Path, tp: int, stages: list[int], wrapper="m
         wrapper: what precedes the names.
     """
     gated = model.transformer_config.gated_linear_unit
-    weights = whole_weights(model)
     folder.mkdir()
     write_config(model, folder, tensor_model_parallel_size=tp, mcore_gpt=True)
-    first = 0
-    for stage, layers in enumerate(stages):
-        last = stage == len(stages) - 1
-        mine = {}
-        for name, value in weights.items():
-            number = re.match(r"decoder\.layers\.(\d+)\.(.*)", name)
-            if number and first <= int(number[1]) < first + layers:
-                mine[f"decoder.layers.{int(number[1]) - first}.{number[2]}"] = value
-            elif name.startswith("embedding.") and stage == 0:
-                mine[name] = value
-            elif name.startswith(("output_layer.", "decoder.final_")) and last:
-                mine[name] = value
-        if last and len(stages) > 1 and "output_layer.weight" not in weights:
-            # A tied output layer of another stage than the embedding is a copy.
-            mine["output_layer.weight"] = weights["embedding.word_embeddings.weight"]
-        first += layers
-        for rank in range(tp):
-            state = {wrapper + n: shard(n, v, rank, tp, gated) for n, v in mine.items()}
+    for stage, ranks in enumerate(states_of_ranks(whole_weights(model), tp, stages, gated)):
+        for rank, mine in enumerate(ranks):
+            state = {wrapper + name: value for name, value in mine.items()}
             empty = io.BytesIO()
             torch.save(None, empty)
             state[wrapper + "decoder.layers.0.mlp.linear_fc1._extra_state"] = empty

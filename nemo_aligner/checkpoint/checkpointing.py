@@ -26,7 +26,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -42,7 +42,7 @@ from nemo_aligner.checkpoint.checksums import (
     sync_folder,
     write_manifest,
 )
-from nemo_aligner.checkpoint.data_only import load_plain
+from nemo_aligner.checkpoint.data_only import read_objects
 from nemo_aligner.checkpoint.dist_ckpt import barrier, failing_together
 from nemo_aligner.checkpoint.forms import CHECKPOINT_WEIGHTS, REFERENCE, RNG_FOLDER, check_complete
 from nemo_aligner.checkpoint.made_from import MadeFrom, compare
@@ -51,20 +51,6 @@ from nemo_aligner.core.endings import progress
 from nemo_aligner.core.errors import DamagedFileError, SaveError, UserError
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.collectives import gathered
-
-
-class CheckpointedModel(Protocol):
-    """What is saved of a model (see `MegatronGPTModel`); every method is called on all ranks."""
-
-    def sharded_weights(self, metadata: dict[str, Any] | None = None) -> dict[str, Any]: ...
-    def load_sharded_weights(self, loaded: dict[str, Any]) -> None: ...
-    def sharded_reference(self, weights: dict[str, Any], is_loading: bool) -> dict[str, Any]: ...
-    def load_sharded_reference(self, loaded: dict[str, Any]) -> None: ...
-    def save_to(self, save_path: str) -> None: ...
-    def check_hugging_face(self) -> None: ...
-    def save_hugging_face(self, folder: Path, weights: Path) -> None: ...
-    def check_checkpoint(self, folder: Path) -> None: ...
-    def save_config_to(self, folder: Path) -> None: ...
 
 
 @dataclass(eq=False, repr=False)
@@ -78,7 +64,7 @@ class CheckpointCallback:
     """
 
     log_dir: str | Path  # folder of the job, shared by all ranks, in which is `checkpoints`
-    model: CheckpointedModel
+    model: Any  # a `MegatronGPTModel`; its methods are called on all ranks
     # From `model.setup_megatron_optimization`.
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
@@ -294,9 +280,7 @@ class CheckpointCallback:
             chosen: Path | None = None
             with failing_together(self.root):
                 if parallel_state.get_rank() == 0:
-                    for path, error in folders.damaged_checkpoints(self.root):  # cannot be listed
-                        _set_aside(path, error)
-                    for path, state in folders.complete_checkpoints(self.root):
+                    for path, state in folders.complete_checkpoints(self.root, folders.set_aside):
                         if accept(state) and not folders.is_abandoned(path):
                             chosen = path
             folder: Path | None = gathered(chosen)[0]
@@ -310,7 +294,7 @@ class CheckpointCallback:
         except DamagedFileError as error:
             with failing_together(folder):
                 if parallel_state.get_rank() == 0:
-                    _set_aside(folder, error)
+                    folders.set_aside(folder, error)
             return False
         return True
 
@@ -324,21 +308,21 @@ class CheckpointCallback:
             UserError: `resume_from` is not complete, or all checkpoints are NeMo-Aligner's.
         """
         barrier()
-        folder = self.newest_sound() if resume_from is None else Path(resume_from)
-        if folder is None:
-            others = folders.checkpoints_of_others(self.root)
-            if others:
-                raise UserError(
-                    f"{self.root} holds training checkpoints that are not of this package, such "
-                    f"as {others[-1]}, so the job cannot resume from them; start from the .nemo "
-                    "file of that job in another folder (exp_manager.explicit_log_dir), or set "
-                    "exp_manager.resume_if_exists=False to start afresh here."
-                )
-            return None
-        check_complete(folder)
         if resume_from is not None:
-            check_files_together(folder)
-        return self.load_sound(folder)
+            check_complete(Path(resume_from))
+            check_files_together(Path(resume_from))
+            return self.load_sound(Path(resume_from))
+        folder = self.newest_sound()
+        if folder is not None:
+            return self.load_sound(folder)
+        if others := folders.checkpoints_of_others(self.root):
+            raise UserError(
+                f"{self.root} holds training checkpoints that are not of this package, such as "
+                f"{others[-1]}, so the job cannot resume from them; start from the .nemo file of "
+                "that job in another folder (exp_manager.explicit_log_dir), or set "
+                "exp_manager.resume_if_exists=False to start afresh here."
+            )
+        return None
 
     def load_at(self, counter: str, count: int) -> dict[str, Any]:
         """Load the newest checkpoint with `counter` at `count`; returns the counters. All ranks
@@ -390,11 +374,6 @@ class CheckpointCallback:
         self.scheduler.load_state_dict(loaded["scheduler"])
 
 
-def _set_aside(folder: Path, error: DamagedFileError) -> None:
-    aside = folders.set_aside(folder, str(error))
-    logging.error(f"{error} It now lies in {aside}, and the checkpoint before it is taken.")
-
-
 def _rng_file(folder: Path) -> Path:
     return folder / RNG_FOLDER / f"rank_{parallel_state.get_rank():05d}.pt"
 
@@ -425,8 +404,7 @@ def _restore_rng(folder: Path) -> None:
     file = files[parallel_state.get_rank()]
     array = np.zeros(1, np.uint32)  # that of NumPy's generator
     classes: list[Any] = [array.__reduce__()[0], np.ndarray, np.dtype, type(array.dtype)]
-    fault = f"{file} cannot be read as states of random-number generators"
-    state = load_plain(file, fault, "of this package", classes)
+    state = read_objects(file, file, classes=classes)
     torch.set_rng_state(state["torch"])
     if state["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])

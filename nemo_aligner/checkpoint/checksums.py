@@ -9,6 +9,7 @@ The manifest `CHECKSUMS.xxh128` lists all other files below its folder, in the f
 import contextlib
 import errno
 import functools
+import io
 import os
 import re
 import tarfile
@@ -18,7 +19,7 @@ from typing import IO, Any
 
 import xxhash
 from nemo.utils import logging
-from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, FileSystem
+from torch.distributed.checkpoint.filesystem import FileSystem
 
 from nemo_aligner.checkpoint.forms import MARKER
 from nemo_aligner.core.endings import progress
@@ -31,7 +32,7 @@ Checksums = dict[str, str]  # path below the folder -> hexadecimal digits
 
 _LINE = re.compile(r"(?P<checksum>[0-9a-f]{32})  (?P<name>.+)")
 _BLOCK_BYTES = 4 << 20
-# Read for its checksum, then written: a block of this size stays in the processor's cache.
+# Written, then read for its checksum: a block of this size stays in the processor's cache.
 _CACHED_BYTES = 1 << 20
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
@@ -39,62 +40,50 @@ _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 # --- writing ---
 
 
-class _Stream:
-    def __init__(self, file: Any, failed: Callable[[OSError], None]):
-        self.file, self.failed = file, failed
-        self.hash = xxhash.xxh3_128()
+class _Stream(io.FileIO):
+    """A new file with the checksum of what is written to it."""
+
+    def __init__(self, path: str | os.PathLike, failed: Callable[[OSError], None]):
+        super().__init__(path, "w")
+        self.failed, self.hash = failed, xxhash.xxh3_128()
 
     def write(self, data: Any) -> int:
-        view = memoryview(data).cast("B")
-        with self._noting_errors():
-            for start in range(0, len(view), _CACHED_BYTES):
-                block = view[start : start + _CACHED_BYTES]
-                self.hash.update(block)
-                self.file.write(block)
-                progress.made()
-        return len(view)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.file, name)
-
-    def flush(self) -> None:
-        with self._noting_errors():
-            self.file.flush()
-
-    def close(self) -> None:
-        with self._noting_errors():
-            self.file.close()
-
-    @contextlib.contextmanager
-    def _noting_errors(self) -> Iterator[None]:
+        """Write the first block of `data`, as raw files may."""
+        block = memoryview(data).cast("B")[:_CACHED_BYTES]
         try:
-            yield
+            written = super().write(block)
         except OSError as error:
             self.failed(error)
             raise
+        self.hash.update(block[:written])
+        progress.made()
+        return written
+
+    def close(self) -> None:
+        """Close the file, which then survives a loss of power."""
+        if not self.closed:
+            os.fsync(self.fileno())
+        super().close()
 
 
 class ChecksummedFiles(FileSystem):
     """The files that PyTorch's writer of distributed checkpoints makes, with their checksums.
 
-    `open_weights` opens the large files, given their names, in another place. `error` is the first
-    that the system reported, which PyTorch's own hides.
+    `error` is the first that the system reported, which PyTorch's own hides.
     """
 
-    def __init__(
-        self, open_weights: Callable[[str], contextlib.AbstractContextManager[Any]] | None = None
-    ) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.open_weights = open_weights
         self.checksums: Checksums = {}
         self.error: OSError | None = None
 
     @contextlib.contextmanager
-    def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[Any]:
-        opened = self.open_weights if str(path).endswith(DEFAULT_SUFFIX) else None
-        with Path(path).open(mode) if opened is None else opened(Path(path).name) as file:
-            stream = _Stream(file, self._note)
-            yield stream
+    def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[io.IOBase]:
+        assert mode == "wb", f"mode {mode!r}: files are only written"
+        stream = _Stream(path, self._note)
+        # PyTorch writes much in small parts.
+        with io.BufferedWriter(stream, _CACHED_BYTES) as file:
+            yield file
         self.checksums[Path(path).name] = stream.hash.hexdigest()
 
     def rename(self, path: str | os.PathLike, new_path: str | os.PathLike) -> None:

@@ -16,7 +16,7 @@ import re
 import types
 import zipfile
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -111,7 +111,7 @@ def read_metadata(stream: Any, path: Path) -> Metadata:
     return found
 
 
-def damaged(path: Path, error: Exception) -> UserError:
+def damaged(path: Path | str, error: Exception) -> UserError:
     return UserError(f"{path} is damaged or incomplete ({reason(error)}); copy it again.")
 
 
@@ -127,23 +127,9 @@ def reason(error: BaseException) -> str:
     return str(error).splitlines()[0]
 
 
-def load_plain(file: Path, fault: str, owner: str, classes: list[Any], mmap: bool = False) -> Any:
-    """What `torch.save` wrote into `file`: tensors, plain values and objects of `classes`, else
-    `UserError`: `fault`, such as "... cannot be read as tensors"; the file may be no `owner`'s.
-    """
-    try:
-        with torch.serialization.safe_globals(classes):
-            return torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        raise UserError(
-            f"{fault} alone, and nothing else is read: it is damaged, or not {owner} "
-            f"({reason(error)})."
-        ) from error
-
-
 def read_table(folder: Path, files: FileSystem | None = None) -> Metadata:
-    """The table of contents in `folder`, among `files` (None: of this machine), whose other small
-    files are there and whole. Errors as of `read_metadata`.
+    """The table of contents in `folder`, among `files` (None: of this machine). Errors as of
+    `read_metadata`, and another format.
     """
     files = files or FileSystem()
 
@@ -154,21 +140,13 @@ def read_table(folder: Path, files: FileSystem | None = None) -> Metadata:
                 yield stream
         except UserError:
             raise
-        except Exception as error:  # as above; a damaged zip file too
+        except Exception as error:  # as above
             raise damaged(folder / name, error) from error
 
     with opened(BACKEND_FILE) as stream:
         form_of_weights((), stream.read(), folder, formats=("torch_dist",))
     with opened(METADATA_FILE) as stream:
-        table = read_metadata(stream, folder / METADATA_FILE)
-    in_table = any(key.startswith(f"{COMMON_OBJECT}/") for key in table.state_dict_metadata)
-    if files.exists(folder / COMMON_FILE) or not in_table:
-        with opened(COMMON_FILE) as stream:
-            archive = zipfile.ZipFile(io.BytesIO(stream.read()))
-            for member in archive.infolist():
-                if member.CRC:  # PyTorch can be told to write none
-                    archive.read(member)
-    return table
+        return read_metadata(stream, folder / METADATA_FILE)
 
 
 @contextmanager
@@ -205,25 +183,32 @@ class _Inert:
         """Take nothing over."""
 
 
-def read_objects(file: Path | io.BytesIO, what: Path, mmap: bool = False) -> Any:
-    """What `torch.save` wrote into a file of Megatron: tensors (in the file until used if `mmap`),
-    plain values and arguments; `UserError`: the file is damaged, or names what is no data.
+def read_objects(
+    file: Path | io.BytesIO, what: Path | str, mmap: bool = False, classes: Sequence[Any] = ()
+) -> Any:
+    """What `torch.save` wrote: tensors (in the file until used if `mmap`), plain values, arguments
+    of Megatron and objects of `classes`; `UserError`: the file `what` is damaged, or names what is
+    no data.
     """
     content = file.getvalue() if isinstance(file, io.BytesIO) else None
 
     def opened() -> Any:
         return file if content is None else io.BytesIO(content)
 
+    own = {f"{kind.__module__}.{kind.__name__}": kind for kind in classes}
+    known = _OBJECTS | own
     try:
-        names = torch.serialization.get_unsafe_globals_in_checkpoint(opened())
-        unknown = [n for n in names if n not in _OBJECTS and not n.startswith(_INERT)]
+        names = [*known]  # of a file before PyTorch 1.6
+        if content is not None or zipfile.is_zipfile(file):
+            names = torch.serialization.get_unsafe_globals_in_checkpoint(opened())
+        unknown = [n for n in names if n not in known and not n.startswith(_INERT)]
         if unknown:
             raise UserError(
                 f"{what} names {unknown[0]}, which no checkpoint needs and which may run code; do "
                 "not use this file."
             )
         # Only what is not allowed yet: the context takes away at its end what it added.
-        allowed: list[Any] = [(_OBJECTS.get(name, _Inert), name) for name in names]
+        allowed: list[Any] = [(known.get(name, _Inert), name) for name in {*names, *own}]
         with torch.serialization.safe_globals(allowed):
             found = torch.load(opened(), map_location="cpu", weights_only=True, mmap=mmap)
     except UserError:

@@ -14,6 +14,7 @@ import io
 import pickle
 import threading
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -207,11 +208,9 @@ class Save:
             failure, _trace = next(iter(error.failures.values()))
             raise self._failure(failure) from error
         self._writer = strategy.writer
-        self._error: Exception | None = None
-        self._thread: threading.Thread | None = None
+        self._written: Future[None] = Future()  # this rank's part
         if in_background:
-            self._thread = threading.Thread(target=self._write, daemon=True, name="checkpoint")
-            self._thread.start()
+            threading.Thread(target=self._write, daemon=True, name="checkpoint").start()
         else:
             self._write()
 
@@ -220,20 +219,19 @@ class Save:
             self._request.async_fn(*self._request.async_fn_args)
             for path, content in self._files.items():
                 checksums.write_durably(path, content)
+            self._written.set_result(None)
         except Exception as error:
-            self._error = error
+            self._written.set_exception(error)
 
     def is_written(self) -> bool:
         """Whether this rank has written its part, or failed."""
-        return self._thread is None or not self._thread.is_alive()
+        return self._written.done()
 
     def finish(self) -> checksums.Checksums:
         """Wait for all ranks, and complete it; all ranks call it. Returns and raises as `save`."""
-        if self._thread is not None:
-            self._thread.join()
         with failing_together(self._folder):
-            if self._error is not None:
-                raise self._failure(self._error) from self._error
+            if (error := self._written.exception()) is not None:
+                raise self._failure(error) from error
         for finish in self._request.finalize_fns:
             finish()
         parts = gathered(self._writer.files.checksums)

@@ -11,7 +11,7 @@ machine that wrote them. It stands behind `OUTSIDE`, so that nothing opens or co
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -93,11 +93,6 @@ def mark_outside(config: DictConfig, folder: Path) -> None:
 def unmarked(value: Any) -> Any:
     """`value` as it stands in the checkpoint."""
     return value.removeprefix(OUTSIDE) if isinstance(value, str) else value
-
-
-def is_outside(tokenizer: Mapping[str, Any]) -> bool:
-    """Whether a section `tokenizer` names files that are no part of the checkpoint."""
-    return any(str(value).startswith(OUTSIDE) for value in tokenizer.values())
 
 
 def check_not_outside(key: str, value: Any) -> None:

@@ -17,7 +17,7 @@ import math
 import re
 import shlex
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -96,8 +96,8 @@ def remove_checkpoint(folder: Path) -> None:
     shutil.rmtree(removing)
 
 
-def set_aside(folder: Path, why: str) -> Path:
-    """Give a damaged checkpoint another name, under which no job takes it; returns that."""
+def set_aside(folder: Path, why: DamagedFileError) -> None:
+    """Give a damaged checkpoint another name, under which no job takes it."""
     aside = folder.with_name(folder.name + DAMAGED_SUFFIX)
     if aside.exists():
         shutil.rmtree(aside)
@@ -105,7 +105,7 @@ def set_aside(folder: Path, why: str) -> Path:
     (folder / MARKER).unlink()
     folder.rename(aside)
     sync_folder(folder.parent)
-    return aside
+    logging.error(f"{why} It now lies in {aside}, and the checkpoint before it is taken.")
 
 
 def read_state(folder: Path) -> dict[str, Any] | None:
@@ -160,33 +160,26 @@ def extract_value_from_ckpt(key: str, ckpt_path: str | Path) -> int:
     return int(float(found.group(1)))
 
 
-def complete_checkpoints(root: Path) -> list[Checkpoint]:
-    """Complete checkpoints under `root`, oldest first; a warning names damaged ones."""
-    complete, damaged = _checkpoints(root)
-    for _path, error in damaged:
-        _warn_once(str(error))
-    return complete
+@functools.cache
+def _warn_once(text: str) -> None:
+    logging.warning(text)
 
 
-def damaged_checkpoints(root: Path) -> list[tuple[Path, DamagedFileError]]:
-    """Checkpoints under `root` that are marked as complete, but cannot be listed."""
-    return _checkpoints(root)[1]
-
-
-def _checkpoints(root: Path) -> tuple[list[Checkpoint], list[tuple[Path, DamagedFileError]]]:
-    complete, damaged = [], []
+def complete_checkpoints(
+    root: Path,
+    damaged: Callable[[Path, DamagedFileError], None] = lambda _path, why: _warn_once(str(why)),
+) -> list[Checkpoint]:
+    """Complete checkpoints under `root`, oldest first. `damaged` gets those that are marked as
+    complete, but cannot be listed, and why; by default it warns once.
+    """
+    complete = []
     for path in sorted(path for path in root.iterdir() if path.is_dir()) if root.is_dir() else ():
         try:
             if (state := read_state(path)) is not None:
                 complete.append((path, state))
         except DamagedFileError as error:
-            damaged.append((path, error))
-    return sorted(complete, key=lambda checkpoint: checkpoint[1]["save_number"]), damaged
-
-
-@functools.cache
-def _warn_once(text: str) -> None:
-    logging.warning(text)
+            damaged(path, error)
+    return sorted(complete, key=lambda checkpoint: checkpoint[1]["save_number"])
 
 
 def is_leftover(path: Path) -> bool:
@@ -211,26 +204,24 @@ def is_abandoned(path: Path) -> bool:
 
 def checkpoints_of_others(root: Path) -> list[str]:
     """Names under `root` that look like training checkpoints of NeMo-Aligner or Lightning."""
-
-    def is_of_others(path: Path) -> bool:
-        if path.is_file():
-            return path.suffix == ".ckpt"
-        ours = path.name.endswith(WRITING_SUFFIX) or (path / MARKER).exists()
-        if ours or (path / CONFIG_FILE).exists():  # the second is a .nemo folder
-            return False
-        tops = ("metadata.json", "common.pt", "mp_rank_*", "tp_rank_*")
-        return any(next(path.glob(top), None) is not None for top in tops)
-
-    return sorted(p.name for p in root.iterdir() if is_of_others(p)) if root.is_dir() else []
+    tops = ("*.ckpt", "*/metadata.json", "*/common.pt", "*/mp_rank_*", "*/tp_rank_*")
+    found = {root / path.relative_to(root).parts[0] for top in tops for path in root.glob(top)}
+    ours = (MARKER, CONFIG_FILE)  # the second is in a .nemo folder too
+    return sorted(
+        path.name
+        for path in found
+        if not (path.name.endswith(WRITING_SUFFIX) or any((path / n).exists() for n in ours))
+    )
 
 
-def replace_folder(target: Path, written: Path) -> None:
-    """Give `written` the place `target`; what stands there goes last."""
+def replace(target: Path, written: Path) -> None:
+    """Give the file or folder `written` the place `target`; what stands there goes last."""
     former = target.with_name(target.name + FORMER_SUFFIX)
     shutil.rmtree(former, ignore_errors=True)
-    if target.exists():
+    if target.exists() and (target.is_dir() or written.is_dir()):
         target.rename(former)
-    written.rename(target)
+    written.replace(target)
+    sync_folder(target.parent)
     if former.is_dir():
         shutil.rmtree(former)
     else:
@@ -245,7 +236,7 @@ def replaced_folder(target: Path) -> Iterator[Path]:
     try:
         folder.mkdir(parents=True)
         yield folder
-        replace_folder(target, folder)
+        replace(target, folder)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
@@ -311,40 +302,28 @@ def resume_argument(folder: str) -> str:
 def mismatch_remedy(
     actor_step: int,
     critic_step: int,
-    critic_moved: bool,
     actor_checkpoints: dict[int, str],
     critic_checkpoints: dict[int, str],
 ) -> str:
     """How to bring actor and critic together again. `critic_step`: the actor step of the critic's
-    last checkpoint; `critic_moved`: it was trained after that; folders are given by actor step.
+    last checkpoint; folders are given by actor step.
     """
     if critic_step == actor_step and (critic_step in critic_checkpoints or critic_step == 0):
         return "Restart the critic server with the same command: the pair then matches."
-    common = sorted(actor_checkpoints.keys() & critic_checkpoints.keys())
-    if not common:
+    common = max(actor_checkpoints.keys() & critic_checkpoints.keys(), default=None)
+    if common is None:
+        have = [
+            ", ".join(map(str, sorted(own))) for own in (actor_checkpoints, critic_checkpoints)
+        ]
         return (
-            f"No step has checkpoints of both (actor: {_steps(actor_checkpoints)}; critic: "
-            f"{_steps(critic_checkpoints)}). If one of them was started with another folder than "
-            "before, give it the old one (exp_manager.explicit_log_dir); else start both anew in "
-            "empty folders."
+            f"No step has checkpoints of both (actor: {have[0] or 'none'}; critic: "
+            f"{have[1] or 'none'}). If one of them was started with another folder than before, "
+            "give it the old one (exp_manager.explicit_log_dir); else start both anew in empty "
+            "folders."
         )
-    step = common[-1]
-    critic = f"restart the critic server with {resume_argument(critic_checkpoints[step])}"
-    if critic_step == step:
-        critic = (
-            "restart the critic server with the same command"
-            if critic_moved
-            else "leave the critic server alone"
-        )
-    actor = "start the actor again with the same command"
-    if actor_step != step:
-        actor = f"start the actor again with {resume_argument(actor_checkpoints[step])}"
     return (
-        f"Both have a checkpoint of actor step {step}: {critic}, and {actor}. An argument "
-        "exp_manager.resume_from_checkpoint is for this start only: leave it out once a newer "
-        "checkpoint is saved."
+        f"Both have a checkpoint of actor step {common}: restart the critic server with "
+        f"{resume_argument(critic_checkpoints[common])}, and start the actor again with "
+        f"{resume_argument(actor_checkpoints[common])}. These arguments are for this start only: "
+        "leave them out once a newer checkpoint is saved."
     )
-
-
-def _steps(checkpoints: dict[int, str]) -> str:
-    return ", ".join(map(str, sorted(checkpoints))) or "none"

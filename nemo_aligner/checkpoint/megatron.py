@@ -269,48 +269,42 @@ def _nemo2_keys(arguments: Mapping[str, Any], file: Path) -> dict[str, Any]:
 
 
 def _nemo2_tokenizer_keys(arguments: Mapping[str, Any], file: Path) -> dict[str, Any]:
-    context = file.parent
     kind = megatron_keys.last_name(arguments.get("_target_"))
-    if kind == "AutoTokenizer":
-        special = {
+
+    def path(name: str) -> str | None:
+        return _in_context(arguments.get(name), file.parent)
+
+    if kind == "TiktokenTokenizer":
+        return {"library": "tiktoken", "vocab_file": path("vocab_file")}
+    keys = {"chat_template": arguments.get("chat_template")}
+    if kind == "SentencePieceTokenizer":
+        return keys | {
+            "library": "sentencepiece",
+            "model": path("model_path"),
+            "sentencepiece_legacy": bool(arguments.get("legacy", False)),
+            "special_tokens": arguments.get("special_tokens"),
+        }
+    if kind != "AutoTokenizer":
+        raise UserError(
+            f"{file} has a tokenizer {kind}; those that load from NeMo 2.0: AutoTokenizer, "
+            f"SentencePieceTokenizer, TiktokenTokenizer. {_NEMO2_REMEDY.capitalize()}."
+        )
+    keys |= {
+        "library": "huggingface",
+        "type": path("pretrained_model_name"),
+        "use_fast": bool(arguments.get("use_fast", True)),
+        "special_tokens": {
             name: arguments[name]
             for name in _SPECIAL_TOKENS
             if arguments.get(name) not in (None, [])
-        }
-        # NeMo writes names such as megatron-gpt-345m_vocab where it was given none.
-        files = {
-            key: path
-            for key, name in (("vocab_file", "vocab_file"), ("merge_file", "merges_file"))
-            if (path := _in_context(arguments.get(name), context)) and Path(path).is_file()
-        }
-        given = {"library": "huggingface"}
-        if len(files) == 2:
-            given = {"library": "megatron", "type": "GPT2BPETokenizer"}
-        return {
-            "type": _in_context(arguments.get("pretrained_model_name"), context),
-            **given,
-            **files,
-            "use_fast": bool(arguments.get("use_fast", True)),
-            "special_tokens": special,
-            "chat_template": arguments.get("chat_template"),
-        }
-    if kind == "SentencePieceTokenizer":
-        return {
-            "library": "sentencepiece",
-            "model": _in_context(arguments.get("model_path"), context),
-            "sentencepiece_legacy": bool(arguments.get("legacy", False)),
-            "special_tokens": arguments.get("special_tokens"),
-            "chat_template": arguments.get("chat_template"),
-        }
-    if kind == "TiktokenTokenizer":
-        return {
-            "library": "tiktoken",
-            "vocab_file": _in_context(arguments.get("vocab_file"), context),
-        }
-    raise UserError(
-        f"{file} has a tokenizer {kind}; those that load from NeMo 2.0: AutoTokenizer, "
-        f"SentencePieceTokenizer, TiktokenTokenizer. {_NEMO2_REMEDY.capitalize()}."
-    )
+        },
+    }
+    files = {"vocab_file": path("vocab_file"), "merge_file": path("merges_file")}
+    # NeMo writes names such as megatron-gpt-345m_vocab where it was given none.
+    files = {key: name for key, name in files.items() if name and Path(name).is_file()}
+    if len(files) == 2:
+        keys |= {"library": "megatron", "type": "GPT2BPETokenizer"}
+    return keys | files
 
 
 def _in_context(value: Any, context: Path) -> str | None:

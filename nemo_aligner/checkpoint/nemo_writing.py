@@ -5,14 +5,12 @@ loads too. Its archives hold single files only, and its `tokenizer.type` is a Hu
 tokenizer outside; so our copy has a key of its own, `tokenizer.folder`.
 """
 
-import contextlib
 import dataclasses
 import functools
 import os
 import shutil
 import tarfile
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +19,10 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
 from nemo_aligner.checkpoint import dist_ckpt, torch_dist_stream
-from nemo_aligner.checkpoint.checksums import Checksums, check_space, sync_folder, write_manifest
+from nemo_aligner.checkpoint.checksums import Checksums, check_space, write_manifest
 from nemo_aligner.checkpoint.dist_ckpt import failing_together
 from nemo_aligner.checkpoint.file_references import ARTIFACT_KEYS, TOKENIZER_TYPE, unmarked
-from nemo_aligner.checkpoint.folders import WRITING_SUFFIX, replace_folder
+from nemo_aligner.checkpoint.folders import WRITING_SUFFIX, replace
 from nemo_aligner.checkpoint.forms import CONFIG_FILE, WEIGHTS_FOLDER
 from nemo_aligner.checkpoint.nemo_archive import ARTIFACT_PREFIX, TOKENIZER_FOLDER
 from nemo_aligner.checkpoint.torch_dist_stream import Chunk
@@ -137,34 +135,8 @@ def write_nemo(
     """Write a `.nemo` to a shared file system; all ranks call it. It is renamed when complete:
     a reader never sees half of it. `SaveError`, on all ranks: nothing is left.
     """
-    path = Path(path).expanduser().absolute()
     weights = _with_attention_states(sharded_weights)
-    with _begun(path) as folder:
-        checksums = dist_ckpt.save(weights, folder / WEIGHTS_FOLDER)
-        with failing_together(path):
-            if parallel_state.get_rank() == 0:
-                if not as_directory:
-                    files = (file for file in folder.rglob("*") if file.is_file())
-                    check_space(folder, sum(file.stat().st_size for file in files))
-                _finish(folder, path, config, as_directory, checksums)
-
-
-@contextlib.contextmanager
-def _begun(path: Path) -> Iterator[Path]:
-    """A folder beside `path` with one for weights; all ranks enter it. Removed after an error."""
-    folder = path.with_name(path.name + WRITING_SUFFIX)
-    is_writer = parallel_state.get_rank() == 0
-    try:
-        with failing_together(folder):
-            if is_writer:
-                shutil.rmtree(folder, ignore_errors=True)
-                (folder / WEIGHTS_FOLDER).mkdir(parents=True)
-        yield folder
-    except BaseException:
-        if is_writer:
-            shutil.rmtree(folder, ignore_errors=True)
-            _packed(path).unlink(missing_ok=True)
-        raise
+    _write(path, config, as_directory, functools.partial(dist_ckpt.save, weights))
 
 
 def write_streamed(
@@ -176,79 +148,44 @@ def write_streamed(
     as_directory: bool = False,
 ) -> None:
     """Write a `.nemo` by `torch_dist_stream.write` in one process; a failure leaves nothing."""
-    path = Path(path).expanduser().absolute()
-    with _begun(path) as folder, contextlib.ExitStack() as stack:
-        tar, elsewhere = None, None
-        if not as_directory:
-            # Straight into the tar file: they would be written twice otherwise.
-            tar = stack.enter_context(tarfile.open(_packed(path), "w:"))
-            elsewhere = functools.partial(_growing_member, tar)
-        checksums = torch_dist_stream.write(chunks, read, folder / WEIGHTS_FOLDER, elsewhere)
-        _finish(folder, path, config, as_directory, checksums, tar)
+    _write(path, config, as_directory, functools.partial(torch_dist_stream.write, chunks, read))
 
 
-@contextlib.contextmanager
-def _growing_member(tar: tarfile.TarFile, name: str) -> Iterator["_Member"]:
-    """A file in `tar` to write, whose size is not known before."""
-    file: Any = tar.fileobj
-    header = file.tell()
-    file.write(bytes(tarfile.BLOCKSIZE))
-    member = _Member(file)
-    yield member
-    info = tarfile.TarInfo(f"./{WEIGHTS_FOLDER}/{name}")
-    info.size, info.mtime = member.tell(), int(time.time())
-    file.write(bytes(-info.size % tarfile.BLOCKSIZE))
-    tar.offset = file.tell()
-    file.seek(header)
-    file.write(info.tobuf(tarfile.GNU_FORMAT))  # has room for any size in one block
-    file.seek(tar.offset)
-
-
-class _Member:
-    """A part of a file to write, from where it is now."""
-
-    def __init__(self, file: Any):
-        self.file, self.start = file, file.tell()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.file, name)
-
-    def tell(self) -> int:
-        return self.file.tell() - self.start
-
-    def close(self) -> None:
-        """The whole file stays open."""
-
-
-def _packed(path: Path) -> Path:
-    return path.with_name(path.name + ".tar.writing")
-
-
-def _finish(
-    folder: Path,
-    path: Path,
+def _write(
+    path: str | Path,
     config: DictConfig,
     as_directory: bool,
-    checksums: Checksums,
-    tar: tarfile.TarFile | None = None,
+    write_weights: Callable[[Path], Checksums],
 ) -> None:
-    """Complete `folder`, whose weights have `checksums` or begin `tar`, and give it its place."""
-    write_config(folder, config)
-    known = {f"{WEIGHTS_FOLDER}/{name}": found for name, found in checksums.items()}
-    write_manifest(folder, known)
-    if as_directory:
-        replace_folder(path, folder)
-        sync_folder(path.parent)
-        return
-    with contextlib.nullcontext(tar) if tar else tarfile.open(_packed(path), "w:") as packed:
-        packed.add(folder, arcname=".")
-    if tar is not None:
-        tar.close()
-    with _packed(path).open("rb") as file:
+    """Write a `.nemo` beside `path`, and give it this place; after an error nothing is left."""
+    path = Path(path).expanduser().absolute()
+    folder = path.with_name(path.name + WRITING_SUFFIX)
+    packed = path.with_name(path.name + ".tar.writing")
+    is_writer = parallel_state.get_rank() == 0
+    try:
+        with failing_together(folder):
+            if is_writer:
+                shutil.rmtree(folder, ignore_errors=True)
+                (folder / WEIGHTS_FOLDER).mkdir(parents=True)
+        checksums = write_weights(folder / WEIGHTS_FOLDER)
+        with failing_together(path):
+            if is_writer:
+                write_config(folder, config)
+                known = {f"{WEIGHTS_FOLDER}/{name}": found for name, found in checksums.items()}
+                write_manifest(folder, known)
+                replace(path, folder if as_directory else _pack(folder, packed))
+    finally:
+        if is_writer:
+            shutil.rmtree(folder, ignore_errors=True)
+            packed.unlink(missing_ok=True)
+
+
+def _pack(folder: Path, packed: Path) -> Path:
+    """The tar file `packed` of a folder; `SaveError`: there is no space for it."""
+    files = (file for file in folder.rglob("*") if file.is_file())
+    check_space(folder, sum(file.stat().st_size for file in files))
+    with tarfile.open(packed, "w:") as tar:
+        tar.add(folder, arcname=".")
+    with packed.open("rb") as file:
         os.fsync(file.fileno())
-    if path.is_dir():
-        replace_folder(path, _packed(path))
-    else:
-        _packed(path).replace(path)
-    sync_folder(path.parent)
-    shutil.rmtree(folder)
+    return packed

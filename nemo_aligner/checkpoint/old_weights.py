@@ -11,7 +11,6 @@ loads at any split; or zarr, Megatron Core's format before torch_dist: for each 
 with `.zarray` (JSON, zarr version 2) and a file of plain numbers per chunk, never compressed.
 """
 
-import io
 import itertools
 import json
 import zipfile
@@ -23,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nemo_aligner.checkpoint.data_only import load_plain
+from nemo_aligner.checkpoint.data_only import read_objects
 from nemo_aligner.checkpoint.forms import RANK_FOLDER, WEIGHTS_FILE, refusal
 from nemo_aligner.checkpoint.stored_weights import (
     EitherName,
@@ -146,11 +145,10 @@ def files_of_ranks(
 
 def _read_file(file: Path, path: Path) -> dict[str, Tensor]:
     """The state dict in `file`, whose tensors stay there until they are used."""
-    # `BytesIO` are the extra states of Transformer Engine.
-    of, mmap = f"{file.name} in {path}", zipfile.is_zipfile(file)
-    loaded = load_plain(file, f"{of} cannot be read as tensors", "NeMo's", [io.BytesIO], mmap)
+    what = f"{file.name} in {path}"
+    loaded = read_objects(file, what, mmap=zipfile.is_zipfile(file))
     if not isinstance(loaded, dict):
-        raise UserError(f"{of} is not a state dict; it is not NeMo's.")
+        raise UserError(f"{what} is not a state dict; it is not NeMo's.")
     return loaded
 
 
@@ -191,25 +189,18 @@ class ZarrArrays:
     def read(self, key: str, part: Slice) -> Tensor:
         array = self.arrays[key]
         spans = [range(p, p + 1) if isinstance(p, int) else range(p.start, p.stop) for p in part]
-        sizes = array["chunks"]
-        touched = [
-            range(span.start // size, -(-span.stop // size))
-            for span, size in zip(spans, sizes, strict=True)
-        ]
-
-        def joined(index: tuple[int, ...] = ()) -> np.ndarray:
-            """The chunks that have some of the part, whose numbers begin with `index`."""
-            axis = len(index)
-            if axis == len(touched):
-                return self._chunk(key, index)
-            parts = [joined((*index, number)) for number in touched[axis]]
-            return parts[0] if len(parts) == 1 else np.concatenate(parts, axis)
-
-        own = [
-            slice(span.start - numbers.start * size, span.stop - numbers.start * size)
-            for span, numbers, size in zip(spans, touched, sizes, strict=True)
-        ]
-        tensor = torch.from_numpy(np.array(joined()[tuple(own)]))
+        found = np.empty([len(span) for span in spans], self._number(array["dtype"]))
+        pairs = list(zip(spans, array["chunks"], strict=True))
+        touched = [range(span.start // size, -(-span.stop // size)) for span, size in pairs]
+        for index in itertools.product(*touched):
+            places, inside = [], []
+            for (span, size), number in zip(pairs, index, strict=True):
+                first = max(span.start, number * size)
+                last = min(span.stop, (number + 1) * size)
+                places.append(slice(first - span.start, last - span.start))
+                inside.append(slice(first - number * size, last - number * size))
+            found[tuple(places)] = self._chunk(key, index)[tuple(inside)]
+        tensor = torch.from_numpy(found)
         if array["dtype"] in BFLOAT16:
             tensor = tensor.view(torch.bfloat16)
         checked(tensor, key, self.path)

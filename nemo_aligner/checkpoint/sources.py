@@ -19,10 +19,20 @@ _BASE = "base of the adapters"  # as messages call its path
 
 
 class Source(PathLike[str]):
-    """A `.nemo` or a job's checkpoint, and base of other forms; as a path, where it lies."""
+    """A checkpoint, as a path where it lies; without `read_config` and `weights`, which read what
+    lies at a path, a `.nemo` or a job's.
+    """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(
+        self,
+        path: Path,
+        read_config: Callable[[Path], DictConfig] = nemo_archive.read_archive,
+        weights: Callable[
+            [Path], contextlib.AbstractContextManager[TensorSource]
+        ] = nemo_archive.archive_tensors,
+    ) -> None:
         self._given, self.path = path, path.resolve()
+        self._read_config, self._weights = read_config, weights
 
     def __fspath__(self) -> str:
         return str(self._given)
@@ -33,13 +43,13 @@ class Source(PathLike[str]):
         """As `config`, with the sections `lora_base` and `peft` of adapters. `model`:
         configuration of the base of PEFT folders; None: of the one that they name.
         """
-        return nemo_archive.read_archive(self.path)
+        return self._read_config(self.path)
 
     def own_tensors(
         self, model: DictConfig | None = None
     ) -> contextlib.AbstractContextManager[TensorSource]:
         """As `tensors`, of adapters alone, in place where possible; `model`: `stored_config`'s."""
-        return nemo_archive.archive_tensors(self.path)
+        return self._weights(self.path)
 
     def config(self, base: "Source | None" = None) -> DictConfig:
         """The configuration of the model; paths of files in the checkpoint are absolute, others
@@ -120,27 +130,18 @@ class PeftFolder(Source):
         return open_source(self._peft.base_path(self.path), key=_BASE).config()
 
 
-class ForeignFolder(Source):
+def of_others(
+    path: Path, read_config: Callable[[Path], DictConfig], weights: Callable[[Path], TensorSource]
+) -> Source:
     """A folder of others."""
 
-    def __init__(
-        self,
-        path: Path,
-        read_config: Callable[[Path], DictConfig],
-        weights: Callable[[Path], TensorSource],
-    ) -> None:
-        super().__init__(path)
-        self._read_config, self._weights = read_config, weights
-
-    def stored_config(self, model: DictConfig | None = None) -> DictConfig:
-        config = self._read_config(self.path)
-        refuse_resolvers(config, self.path)
-        mark_outside(config, self.path)
+    def checked(folder: Path) -> DictConfig:
+        config = read_config(folder)
+        refuse_resolvers(config, folder)
+        mark_outside(config, folder)
         return config
 
-    @contextlib.contextmanager
-    def own_tensors(self, model: DictConfig | None = None) -> Iterator[TensorSource]:
-        yield self._weights(self.path)
+    return Source(path, checked, lambda folder: contextlib.nullcontext(weights(folder)))
 
 
 def open_source(
@@ -159,13 +160,13 @@ def open_source(
     if form == "hugging_face":
         from nemo_aligner.checkpoint.hugging_face import reading
 
-        return ForeignFolder(found, reading.model_section, reading.weights)
+        return of_others(found, reading.model_section, reading.weights)
     if form in ("nemo2", "megatron"):
         from nemo_aligner.checkpoint import megatron
 
         if form == "nemo2":
-            return ForeignFolder(found, megatron.read_nemo2_config, megatron.nemo2_weights)
-        return ForeignFolder(found, megatron.read_config, megatron.weights)
+            return of_others(found, megatron.read_nemo2_config, megatron.nemo2_weights)
+        return of_others(found, megatron.read_config, megatron.weights)
     return Source(found)
 
 

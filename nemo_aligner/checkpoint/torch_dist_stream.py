@@ -10,7 +10,6 @@ import io
 import os
 import tarfile
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,7 +44,6 @@ def write(
     chunks: Sequence[Chunk],
     read: Callable[[Chunk], Tensor],
     folder: Path,
-    open_weights: Callable[[str], AbstractContextManager[Any]] | None = None,
     common: Mapping[str, Any] | None = None,
     states: bool = False,
 ) -> Checksums:
@@ -54,12 +52,11 @@ def write(
 
     Args:
         read: values of the shape `chunk.size`; called once for each chunk, in order.
-        open_weights: opens the one large file, given its name, in another place.
         common: what to write beside the tensors.
         states: write the empty extra states that Megatron Core asks for in its own models.
     """
     writer = dcp.FileSystemWriter(folder, single_file_per_rank=True)
-    files = writer.fs = ChecksummedFiles(open_weights)
+    files = writer.fs = ChecksummedFiles()
     try:
         dcp.save(
             {}, storage_writer=writer, planner=_WritePlanner(chunks, read, states), no_dist=True
@@ -80,9 +77,6 @@ class TarFiles(FileSystem):
         super().__init__()
         self.path = path
         self.members = {Path(member.name): member for member in tar if member.isreg()}
-
-    def exists(self, path: str | os.PathLike) -> bool:
-        return Path(path).relative_to(self.path) in self.members
 
     @contextlib.contextmanager
     def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[Any]:

@@ -3,6 +3,7 @@
 """The command line: `nemo-aligner convert COMMAND`."""
 
 import argparse
+import dataclasses
 import errno
 import sys
 from pathlib import Path
@@ -75,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
             )
         own.add_argument(
             "--base",
-            type=Path,
+            type=lambda path: Path(path).expanduser(),
             metavar="PATH",
             help="base of the adapters, where it lies in another place than they say",
         )
@@ -85,7 +86,7 @@ def _parser() -> argparse.ArgumentParser:
         own.add_argument(
             "--overwrite", action="store_true", help="replace what stands at the target"
         )
-        own.add_argument("--quiet", action="store_true", help="no progress bar")
+        own.add_argument("--quiet", dest="progress", action="store_false", help="no progress bar")
 
     info = commands.add_parser("nemo-info", help="say what a checkpoint holds")
     info.add_argument("source", type=Path, metavar="PATH")
@@ -136,19 +137,13 @@ def main(argv: list[str] | None = None) -> int:
 def _run(args: argparse.Namespace) -> None:
     # Megatron Core takes seconds to import.
     from nemo_aligner.checkpoint.forms import is_peft
-    from nemo_aligner.convert import conversions, info
+    from nemo_aligner.convert import conversions
 
     if args.command == "nemo-info":
-        info.show(args.source, as_json=args.json)
+        conversions.show_info(args.source, as_json=args.json)
         return
-    options = conversions.Options(
-        dtype=args.dtype,
-        overwrite=args.overwrite,
-        progress=not args.quiet,
-        base=None if args.base is None else args.base.expanduser(),
-        tokenizer=getattr(args, "tokenizer", None),
-        drop_head_bias=getattr(args, "drop_head_bias", False),
-    )
+    names = {field.name for field in dataclasses.fields(conversions.Options)}
+    options = conversions.Options(**{k: v for k, v in vars(args).items() if k in names})
     if args.command == "merge-lora":
         conversions.merge(args.source, args.target, options)
     elif args.command == "hf-to-nemo":

@@ -275,9 +275,7 @@ class RemoteGPTRMCriticClient(RemoteClient):
             status = self.status() or status
         last = f"the checkpoint of actor step {have}" if have > 0 else "its first weights"
         moved = f", {unsaved} optimizer step(s) after {last}" if unsaved else f" at {last}"
-        remedy = mismatch_remedy(
-            expected_actor_step, have, bool(unsaved), checkpoints, status["checkpoints"]
-        )
+        remedy = mismatch_remedy(expected_actor_step, have, checkpoints, status["checkpoints"])
         raise UserError(
             f"actor and critic do not match: this actor is at step {expected_actor_step}, the "
             f"critic at {where} is{moved}. {remedy}"

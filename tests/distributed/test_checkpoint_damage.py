@@ -69,10 +69,10 @@ def one_rank_has_no_space(
 
     class FullStream(stream):
         def write(self, data):
-            with self._noting_errors():
-                if self.file.tell() > 3000:
-                    raise full
-                return super().write(data)
+            if self.tell() + len(data) > 3000:
+                self.failed(full)
+                raise full
+            return super().write(data)
 
     def refuse(*_arguments):
         raise full

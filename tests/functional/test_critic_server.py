@@ -340,7 +340,7 @@ def test_client_checks_before_it_sends(job):
         with pytest.raises(UserError, match="actor is at step 5.*No step has checkpoints of both"):
             client.check_status(5, {4: "/actor/step=4", 5: "/actor/step=5"})
         with pytest.raises(
-            UserError, match="checkpoint of actor step 3: leave the critic server alone"
+            UserError, match="checkpoint of actor step 3: restart the critic server with"
         ) as caught:
             client.check_status(5, {3: "/actor/step=3", 5: "/actor/step=5"})
         assert "again with 'exp_manager.resume_from_checkpoint=\"/actor/step=3\"'." in str(

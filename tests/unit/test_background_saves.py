@@ -5,10 +5,7 @@ begun, and are checkpoints only when they are whole. (Full disks: test_full_disk
 tests/distributed/test_checkpoint_damage.py; whole jobs: tests/functional/.)
 """
 
-import os
-import signal
 import threading
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,11 +16,8 @@ from nemo_aligner.checkpoint.checksums import read_manifest
 from nemo_aligner.core.errors import ConfigError
 from tests.patience import patience
 from tests.unit.test_checkpoint_forms import step, training
-from tests.warm_start import start_python
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -108,44 +102,3 @@ def test_what_is_written_beside_every_checkpoint_is_refused(tmp_path):
     for beside in ({"always_save_nemo": True}, {"save_hf": "every_checkpoint"}):
         with pytest.raises(ConfigError, match="async_save=True writes"):
             CheckpointCallback(tmp_path, None, None, None, name="x", async_save=True, **beside)
-
-
-KILLED = """
-import os, signal, sys, threading
-from nemo_aligner.checkpoint import checksums
-from nemo_aligner.checkpoint.checkpointing import CheckpointCallback
-from tests.unit.test_checkpoint_forms import step, training
-
-folder, tokenizer = sys.argv[1:]
-job = training(tokenizer, 32, "adamw")
-callback = CheckpointCallback(folder, *job, name="rm", async_save=True)
-callback.custom_save({"step": 1}, trainer_state={"step": 1})
-callback.finish_save()
-write = checksums._Stream.write
-
-def write_or_die(stream, data):
-    if stream.file.tell() > 100_000:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return write(stream, data)
-
-checksums._Stream.write = write_or_die
-callback.custom_save({"step": 2}, trainer_state={"step": 2})
-callback.finish_save()
-"""
-
-
-@pytest.mark.full
-def test_death_while_it_is_written_leaves_the_one_before(tiny_tokenizer_dir, tmp_path):
-    script, log = tmp_path / "killed.py", tmp_path / "killed.log"
-    script.write_text(KILLED)
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    job = start_python([script, tmp_path, tiny_tokenizer_dir], environment, ROOT, log)
-    assert job.wait(patience(120)) == -signal.SIGKILL, log.read_text()[-3000:]
-    assert (tmp_path / "checkpoints/checkpoint-step=2.writing").is_dir()
-    resumed = training(tiny_tokenizer_dir, 32, "adamw")
-    callback = CheckpointCallback(tmp_path, *resumed, name="rm", async_save=True)
-    assert callback.load_latest() == {"step": 1}
-    callback.custom_save({"step": 2}, trainer_state={"step": 2})
-    callback.finish_save()
-    assert complete(tmp_path) == ["checkpoint-step=1", "checkpoint-step=2"]
-    assert not list((tmp_path / "checkpoints").glob("*.writing"))

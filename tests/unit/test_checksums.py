@@ -15,9 +15,8 @@ import tarfile
 from types import SimpleNamespace
 
 import pytest
-import torch
 
-from nemo_aligner.checkpoint import checksums, nemo_writing, sources
+from nemo_aligner.checkpoint import checksums, sources
 from nemo_aligner.checkpoint.checkpointing import CheckpointCallback
 from nemo_aligner.checkpoint.checksums import file_checksum, warn_without
 from nemo_aligner.core.errors import DamagedFileError, SaveError, UserError
@@ -115,27 +114,6 @@ def test_files_without_checksums_load_with_a_warning(nemo, tmp_path, caplog):
         assert len(said) == 1 and str(path) in said[0]
 
 
-def test_a_streamed_nemo_has_the_checksums_of_the_other(nemo, tmp_path):
-    """The converter writes one tensor after the other; its manifest is made of the same bytes."""
-    from nemo_aligner.checkpoint.torch_dist_stream import Chunk
-
-    value = torch.arange(6.0).reshape(2, 3)
-    chunk = Chunk("model.weight", (2, 3), (0, 0), (2, 3), torch.float32)
-    config = sources.read_config(nemo / "folder")
-    for as_directory in (False, True):
-        path = tmp_path / f"streamed-{as_directory}"
-        nemo_writing.write_streamed(
-            path, config, [chunk], lambda _chunk: value, as_directory=as_directory
-        )
-        if not as_directory:
-            with tarfile.open(path) as tar:
-                tar.extractall(tmp_path / "unpacked", filter="data")
-            path = tmp_path / "unpacked"
-        listed = checksums.read_manifest(path)
-        assert sorted([*listed, "CHECKSUMS.xxh128"]) == files_of(path)
-        checksums.check_folder(path)
-
-
 # --- checkpoints of a job ---
 
 
@@ -184,13 +162,10 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_taken(
     assert callback.load_latest() == {"step": 2} and aside.is_dir()
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"save_number": null}'])
-def test_a_torn_state_does_not_hide_the_others(saved, other_job, tmp_path, content):
+def test_a_torn_state_does_not_hide_the_others(saved, other_job, tmp_path):
     folder = shutil.copytree(saved, tmp_path / "job")
-    (folder / "checkpoints/checkpoint-step=2/state.json").write_bytes(content)
-    callback = CheckpointCallback(folder, *other_job, name="rm")
-    assert list(callback.saved_at("step")) == [1]
-    assert callback.load_latest() == {"step": 1}
+    (folder / "checkpoints/checkpoint-step=2/state.json").write_bytes(b'{"save_number": null}')
+    assert list(CheckpointCallback(folder, *other_job, name="rm").saved_at("step")) == [1]
 
 
 def test_a_checkpoint_that_the_user_names_is_not_set_aside(saved, other_job, tmp_path):

@@ -8,7 +8,6 @@ import argparse
 import itertools
 import json
 import os
-import pickle
 import re
 import shutil
 
@@ -18,7 +17,6 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from omegaconf import OmegaConf
 
 from nemo_aligner.checkpoint import forms, megatron, sources
-from nemo_aligner.checkpoint.old_weights import rank_files
 from nemo_aligner.checkpoint.stored_weights import checked
 from nemo_aligner.convert.__main__ import main as convert
 from nemo_aligner.core.errors import UserError
@@ -94,7 +92,7 @@ def test_faults_of_rank_files_are_named(source, tmp_path):
         restored(folder)
     file = ranks("cut") / "tp_rank_00_pp_rank_001" / "model_weights.ckpt"
     file.write_bytes(file.read_bytes()[:-100])
-    with pytest.raises(UserError, match=r"model_weights.ckpt in .*cut cannot be read"):
+    with pytest.raises(UserError, match=r"model_weights.ckpt in .*cut is damaged"):
         restored(tmp_path / "cut")
     for name, kind in (
         ("model.language_model.encoder.layers.0.mlp.dense_h_to_4h.weight", "legacy_layers"),
@@ -119,11 +117,9 @@ def test_a_rank_file_runs_no_code(source, tmp_path):
     folder = nemo_files.write_rank_files(source, tmp_path / "ranks", 1, [3])
     harmful = {"model.x": nemo_files.Harmful(str(tmp_path / "harm"))}
     torch.save(harmful, folder / "model_weights.ckpt")
-    with pytest.raises(UserError, match="tensors alone"):
+    with pytest.raises(UserError, match="model_weights.ckpt in .* names .*mkdir, which no"):
         restored(folder)
     assert not (tmp_path / "harm").exists()
-    pickle.loads(pickle.dumps(harmful))  # it would have
-    assert (tmp_path / "harm").exists()
 
 
 @pytest.mark.parametrize("tar", [False, True])
@@ -298,7 +294,7 @@ def test_what_a_later_megatron_core_saves_has_no_common_file(source, by_megatron
 
 def damages(folder, weights):
     """What can happen to each file of a checkpoint: name -> contents, or None for no file."""
-    small = (weights + "metadata.json", weights + ".metadata", weights + "common.pt")
+    small = (weights + "metadata.json", weights + ".metadata")
     yield from itertools.product(small, (None, b"", b"\xff{[", -7))
     yield from itertools.product((weights + "__0_0.distcp",), (None, b"", b"\xff{[" * 9000, -9000))
     config = "context/model.yaml" if "context" in os.listdir(folder) else "model_config.yaml"
@@ -315,15 +311,10 @@ def test_each_damage_to_files_without_checksums_is_one_error(
         nemo2_of(source, tiny_tokenizer_dir, whole)
     else:
         nemo_of(source, by_megatron_core / "model.", whole)
-        torch.save({}, whole / "model_weights/common.pt")  # of any release
     for number, (name, content) in enumerate(damages(whole, weights)):
         folder = tmp_path / str(number)
         shutil.copytree(whole, folder)
         file = folder / name
-        if content is None and file.name == "common.pt":
-            table = (folder / weights / ".metadata").read_bytes()
-            if b"common_state" in table:  # Megatron Core 0.19 has the same in the table
-                continue
         if isinstance(content, int):
             content = file.read_bytes()[:content]
         file.unlink()
@@ -347,7 +338,7 @@ def everything_in(path):
             tensors.read(key, tuple(slice(0, size) for size in shape))
 
 
-TWICE = ("ranks", "hugging_face", "hugging_face_bf16")  # names of layers, with their numbers too
+TWICE = ("ranks", "hugging_face")  # names of layers, with their numbers too
 
 
 @pytest.mark.parametrize("source", ["llama"], indirect=True)
@@ -361,7 +352,6 @@ TWICE = ("ranks", "hugging_face", "hugging_face_bf16")  # names of layers, with 
         ("ranks", 1.8e37),
         ("zarr", 1.8e37),
         ("hugging_face", 1.8e37),
-        ("hugging_face_bf16", 1.8e37),
     ],
     keep=3,
 )
@@ -379,22 +369,20 @@ def test_a_weight_beyond_reason_is_named(source, tiny_tokenizer_dir, tmp_path, f
                 nemo_files.write_rank_files(source, path, 2, [2, 1])
             elif form == "zarr":
                 nemo_files.write_zarr(source, path)
-            elif form.startswith("hugging_face"):
+            elif form == "hugging_face":
                 patch.setattr("nemo_aligner.checkpoint.torch_dist_stream.checked", lambda *_: None)
                 source.save_to(str(tmp_path / "m.nemo"))
-                dtype = "bf16" if form.endswith("bf16") else "fp32"
-                arguments = ["nemo-to-hf", str(tmp_path / "m.nemo"), str(path), "--dtype", dtype]
+                arguments = ["nemo-to-hf", str(tmp_path / "m.nemo"), str(path)]
                 assert convert([*arguments, "--quiet", "--overwrite"]) == 0
                 patch.undo()
                 name = "model.layers.1.mlp.down_proj.weight"
             else:
                 source.save_to(f"{path}/" if form == "folder" else str(path.with_suffix(".nemo")))
             given = path.with_suffix(".nemo") if form == "file" else path
-            if found == 65504.0 and not form.endswith("bf16"):  # which makes it 65536
+            if found == 65504.0:
                 restored(given)
         weight[3, 5] = before
-    worst = float(torch.tensor(value).bfloat16()) if form.endswith("bf16") else value
-    shown = re.escape(f"{worst:.6g}")
+    shown = re.escape(f"{value:.6g}")
     for read in (restored,) if form in TWICE else (restored, everything_in):
         with pytest.raises(UserError, match=f"{given}.*{name} has the value {shown};"):
             read(given)
@@ -418,9 +406,7 @@ def test_numbers_of_any_type_are_checked(tmp_path):
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"qk_l2_norm": True}, "config.qk_l2_norm=True"),
         ({"num_moe_experts": 8}, "config.num_moe_experts=8"),
-        ({"attn_logit_softcapping": 50.0}, "config.attn_logit_softcapping=50.0"),
         ({"softmax_scale": 0.1}, "config.softmax_scale=0.1"),
         ({"normalization": "L2"}, "config.normalization='L2'"),
         ({"scale_factor": 8, "low_freq_factor": 2}, "config.low_freq_factor=2"),
@@ -434,42 +420,17 @@ def test_numbers_of_any_type_are_checked(tmp_path):
         ),
     ],
 )
-def test_nemo2_arguments_without_counterpart_are_refused(
-    source, tiny_tokenizer_dir, tmp_path, changes, message
-):
-    folder = tmp_path / "nemo2"
-    nemo_files.write_nemo2(source, folder, "LlamaModel", LLAMA | COMMON | changes, TOKENIZER)
+def test_nemo2_arguments_without_counterpart_are_refused(changes, message):
     with pytest.raises(UserError, match=f"{message}.*would change the model; convert it"):
-        sources.read_config(folder)
+        megatron._nemo2_keys(LLAMA | COMMON | changes, "model.yaml")
 
 
 def test_nemo2_keys():
-    gemma = (
-        LLAMA
-        | COMMON
-        | {
-            "qk_layernorm": True,
-            "scale_factor": 32,
-            **megatron.ROPE_SCALING,
-            "window_size": [7, 0],
-        }
-    )
+    gemma = {"scale_factor": 32, **megatron.ROPE_SCALING, "window_size": [7, 0]}
     gemma |= {"activation_func": {"_target_": "nemo.openai_gelu"}, "vocab_size": 300}
-    keys = megatron._nemo2_keys(gemma, "model.yaml")
-    expected = {
-        "num_layers": 3,
-        "encoder_seq_length": 48,
-        "max_position_embeddings": 48,
-        "bias": False,
-        "rotary_percentage": 1.0,
-        "normalization": "rmsnorm",
-        "activation": "geglu",
-        "openai_gelu": True,
-        "scale_positional_embedding": True,
-        "scale_factor": 32,
-        "window_size": [7, 0],
-        "qk_layernorm": True,
-    }
+    keys = megatron._nemo2_keys(LLAMA | COMMON | gemma, "model.yaml")
+    expected = {"activation": "geglu", "openai_gelu": True, "window_size": [7, 0]}
+    expected |= {"scale_positional_embedding": True, "scale_factor": 32}
     assert {key: keys[key] for key in expected} == expected
     assert not {"seq_length", "add_bias_linear", "vocab_size", "fp8_margin"} & keys.keys()
 
@@ -514,17 +475,3 @@ def test_folders_of_others_are_named(tmp_path):
         (folder / file).write_text("{}")
         with pytest.raises(UserError, match=message):
             forms.check_restore_path(folder)
-
-
-def test_every_form_says_what_happens_to_it():
-    for form in forms.FORMS.values():
-        assert form.loads != bool(form.remedy), form.name
-
-
-def test_shapes_of_rank_files_are_those_of_the_whole(source, tmp_path):
-    folder = nemo_files.write_rank_files(source, tmp_path / "ranks", 2, [2, 1])
-    gated = source.transformer_config.gated_linear_unit
-    shapes = rank_files(folder, folder, gated).shapes()
-    assert shapes["model.decoder.layers.self_attention.linear_proj.weight"] == (3, 32, 32)
-    assert shapes["model.decoder.layers.mlp.linear_fc1.weight"] == (3, 96 if gated else 48, 32)
-    assert shapes["model.embedding.word_embeddings.weight"] == (384, 32)

@@ -197,20 +197,12 @@ def folder(kept, tmp_path):
 @pytest.mark.parametrize(
     ("keys", "says"),
     [
-        ({"peft_type": "LOHA"}, "peft_type='LOHA'"),
         ({"use_dora": True}, "use_dora=True asks for DoRA"),
         ({"bias": "all"}, "bias='all'"),
-        ({"lora_bias": True}, "lora_bias=True"),
-        ({"trainable_token_indices": [1, 2]}, r"trainable_token_indices=\[1, 2\]"),
-        ({"modules_to_save": ["lm_head"]}, "trained the whole of 'lm_head'"),
         ({"modules_to_save": ["score", "embed_tokens"]}, "trained the whole of 'embed_tokens'"),
-        ({"target_parameters": ["experts.down_proj"]}, "target_parameters="),
-        ({"layer_replication": [[0, 2]]}, "layer_replication="),
         ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa'"),
-        ({"task_type": "SEQ_2_SEQ_LM"}, "task_type='SEQ_2_SEQ_LM'"),
         ({"alora_invocation_tokens": [5]}, "activated LoRA"),
         ({"r": 0}, "r=0 is not a number above 0"),
-        ({"lora_alpha": -1}, "lora_alpha=-1 is not a number above 0"),
         ({"r": 8}, "but with the rank 8"),
         ({"rank_pattern": {"o_proj": 3}}, r"o_proj.*but with the rank 3"),
         ({"alpha_pattern": {"(": 3}}, r"alpha_pattern has no pattern in '\('"),
@@ -231,9 +223,7 @@ def test_what_is_not_computed_here_is_named(kept, folder, keys, says):
         PeftTensors(folder, sources.read_config(kept / "base"))
 
 
-@pytest.mark.parametrize(
-    "value", [None, "x", -1, 0, 1e400, True, [], [1], {}, {"a": "b"}], ids=repr
-)
+@pytest.mark.parametrize("value", [None, "x", -1, 1e400, True, [1], {"a": "b"}], ids=repr)
 def test_values_that_make_no_sense_are_errors_of_the_user(kept, folder, value):
     base = sources.read_config(kept / "base")
     before = json.loads((folder / CONFIG).read_text())
@@ -254,20 +244,6 @@ Q = "base_model.model.model.layers.1.self_attn.q_proj."
         (
             lambda t: t.update({"base_model.model.lm_head.lora_A.weight": torch.ones(4, 36)}),
             r"'base_model\.model\.lm_head\.lora_A\.weight', which has no place",
-        ),
-        (
-            lambda t: t.update(
-                {"base_model.model.model.embed_tokens.weight": torch.ones(301, 36)}
-            ),
-            r"embed_tokens\.weight', which has no place",
-        ),
-        (
-            lambda t: t.update({Q + "lora_magnitude_vector": torch.ones(60)}),
-            "lora_magnitude_vector', which has no place",
-        ),
-        (
-            lambda t: t.update({Q.replace("q_proj", "qkv_proj") + "lora_A.weight": torch.ones(1)}),
-            r"qkv_proj\.lora_A\.weight', which has no place in a model of Llama with 3 layers",
         ),
         (
             lambda t: t.update({Q.replace(".1.", ".3.") + "lora_A.weight": torch.ones(4, 36)}),

@@ -95,36 +95,13 @@ def test_any_damage_to_a_checkpoint(place, name, fault):
         check_checkpoint(folder)
 
 
-@tried(60)
-@given(name=st.sampled_from([*FILES, MANIFEST]), fault=damage())
-def test_any_damage_to_a_nemo_folder(place, name, fault):
-    """A manifest that is gone is a warning, as for a file of NeMo."""
+def check_folder(place, files):
     folder = place()
-    write(folder, FILES)
-    write_manifest(folder, {})
+    write(folder, files)
     check_files_together(folder)
-    content = damaged((folder / name).read_bytes(), *fault)
-    if name == MANIFEST and (content is None or fault[1] == "longer"):
-        return
-    (folder / name).unlink() if content is None else (folder / name).write_bytes(content)
-    with pytest.raises(DamagedFileError):
-        check_files_together(folder)
 
 
-def test_a_manifest_that_was_cut_anywhere(place):
-    folder = place()
-    write(folder, FILES)
-    write_manifest(folder, {})
-    whole = (folder / MANIFEST).read_bytes()
-    for end in range(len(whole)):
-        (folder / MANIFEST).write_bytes(whole[:end])
-        with pytest.raises(DamagedFileError):
-            check_files_together(folder)
-        with pytest.raises(DamagedFileError):
-            check_members(archive(FILES | {MANIFEST: whole[:end]}), folder, lambda _name: True)
-
-
-def archive(files):
+def check_archive(place, files):
     stream = io.BytesIO()
     with tarfile.open(fileobj=stream, mode="w") as tar:
         for name, content in files.items():
@@ -132,23 +109,37 @@ def archive(files):
             member.size = len(content)
             tar.addfile(member, io.BytesIO(content))
     stream.seek(0)
-    return tarfile.open(fileobj=stream)
+    check_members(tarfile.open(fileobj=stream), place(), lambda _name: True)
 
 
-@tried(60)
-@given(name=st.sampled_from([*FILES, MANIFEST]), fault=damage())
-def test_any_damage_to_a_member_of_a_nemo(place, name, fault):
+def with_manifest(place):
     folder = place()
     write(folder, FILES)
     write_manifest(folder, {})
-    files = FILES | {MANIFEST: (folder / MANIFEST).read_bytes()}
-    check_members(archive(files), folder, lambda _name: True)
+    return FILES | {MANIFEST: (folder / MANIFEST).read_bytes()}
+
+
+@pytest.mark.parametrize("check", [check_folder, check_archive])
+@tried(60)
+@given(name=st.sampled_from([*FILES, MANIFEST]), fault=damage())
+def test_any_damage_to_a_nemo(place, check, name, fault):
+    """A manifest that is gone is a warning, as for a file of NeMo."""
+    files = with_manifest(place)
+    check(place, files)
     content = damaged(files.pop(name), *fault)
     if name == MANIFEST and (content is None or fault[1] == "longer"):
         return
     files |= {} if content is None else {name: content}
     with pytest.raises(DamagedFileError):
-        check_members(archive(files), folder, lambda _name: True)
+        check(place, files)
+
+
+@pytest.mark.parametrize("check", [check_folder, check_archive])
+def test_a_manifest_that_was_cut_anywhere(place, check):
+    files = with_manifest(place)
+    for end in range(len(files[MANIFEST])):
+        with pytest.raises(DamagedFileError):
+            check(place, files | {MANIFEST: files[MANIFEST][:end]})
 
 
 @tried(100)
