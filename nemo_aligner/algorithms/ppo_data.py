@@ -38,7 +38,6 @@ from nemo_aligner.core.advantages import (
     spread_over_response,
     sums_of_steps,
 )
-from nemo_aligner.core.covariance import CovarianceSettings
 from nemo_aligner.core.estimators import ADVANTAGE_ESTIMATORS, AdvantageEstimator
 from nemo_aligner.core.kl import (
     AdaptiveKLController,
@@ -47,7 +46,7 @@ from nemo_aligner.core.kl import (
     name_kl_estimator,
 )
 from nemo_aligner.core.masks import masked_mean, masked_sum
-from nemo_aligner.core.sampler_correction import SamplerCorrection
+from nemo_aligner.core.surrogates import CovarianceSettings, SamplerCorrection
 from nemo_aligner.core.types import PPOTrainBatch, RolloutBatch
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.collectives import masked_global_mean_var, normalize_tensor

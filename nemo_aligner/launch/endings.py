@@ -20,8 +20,7 @@ from nemo_aligner.core.errors import (
     ServerRequestError,
     UserError,
 )
-from nemo_aligner.launch.remarks import remarks
-from nemo_aligner.launch.start_up import warn_of_unsupported_versions
+from nemo_aligner.launch.start_up import remarks, warn_of_unsupported_versions
 from nemo_aligner.parallel.environment import adopt_mpi_ranks, is_rank_zero
 from nemo_aligner.training.stop_requests import stop_requests
 

@@ -46,8 +46,7 @@ from nemo_aligner.launch.processes import (
     no_checkpoint_error,
     resolve_and_create_trainer,
 )
-from nemo_aligner.launch.remarks import is_verbose, remarks
-from nemo_aligner.launch.start_up import versions
+from nemo_aligner.launch.start_up import is_verbose, remarks, versions
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 from nemo_aligner.parallel.collectives import gathered
 from nemo_aligner.parallel.environment import is_rank_zero

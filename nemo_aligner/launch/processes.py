@@ -22,13 +22,17 @@ from nemo_aligner.config.defaults import complete
 from nemo_aligner.config.parallel_rules import check_accelerator, cuda_devices, default_precision
 from nemo_aligner.config.values import plain_dict
 from nemo_aligner.core.errors import ConfigError, UserError
-from nemo_aligner.core.gpus import hide_gpus, packages_in_use
 from nemo_aligner.core.leftovers import sweep_once
 from nemo_aligner.launch import endings
 from nemo_aligner.launch.watchdog import watch
 from nemo_aligner.parallel.device import get_backend
-from nemo_aligner.parallel.environment import adopt_mpi_ranks, has_mpi_ranks
-from nemo_aligner.parallel.rendezvous import join_on_loopback, share_gloo_devices
+from nemo_aligner.parallel.environment import (
+    adopt_mpi_ranks,
+    has_mpi_ranks,
+    hide_gpus,
+    packages_in_use,
+)
+from nemo_aligner.parallel.parallel_state import join_on_loopback, share_gloo_devices
 from nemo_aligner.servers.ports import find_free_port
 
 TIMEOUT = timedelta(minutes=30)  # of collectives, and of the wait for all ranks at the start

@@ -9,9 +9,8 @@ import math
 import pytest
 import torch
 
-from nemo_aligner.core.distillation import distillation_loss, divergence
 from nemo_aligner.core.estimators import DISTILLATION_LOSSES
-from nemo_aligner.core.losses import loss_weights
+from nemo_aligner.core.losses import distillation_loss, divergence, loss_weights
 from nemo_aligner.parallel.vocab_parallel import candidate_logprobs, top_logits
 
 B, S, V, K, BETA = 4, 7, 9, 3, 0.3

@@ -46,7 +46,7 @@ def test_they_are_found_where_it_is_not(tmp_path):
 
 
 def test_a_job_on_the_cpu_hides_the_gpus(tmp_path):
-    code = "from nemo_aligner.core.gpus import hide_gpus; hide_gpus()"
+    code = "from nemo_aligner.parallel.environment import hide_gpus; hide_gpus()"
     assert run(tmp_path, code, "0") == "[False, False, 'refused'] \n"
 
 
@@ -87,9 +87,7 @@ def test_the_commands_without_a_script_hide_them(monkeypatch):
 
 
 def test_code_of_the_user_keeps_the_gpus(tmp_path):
-    code = (
-        "from nemo_aligner.core.gpus import hide_gpus, users_environment; hide_gpus(); hide_gpus()"
-    )
+    code = "from nemo_aligner.parallel.environment import *; hide_gpus(); hide_gpus()"
     code += "; print(users_environment()['CUDA_VISIBLE_DEVICES'])"
     assert run(tmp_path, code, "0,1").splitlines()[0] == "0,1"
 
