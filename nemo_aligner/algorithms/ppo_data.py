@@ -281,18 +281,18 @@ def estimate_advantages(
         advantages, metrics = compare_responses(scores, rollout_batch["idx"], mask, estimator)
         learned = {"advantages": advantages}
     else:
-        estimate = TOKEN_ESTIMATORS[settings.advantage_estimator](
-            token_rewards,
+        advantages, returns = TOKEN_ESTIMATORS[settings.advantage_estimator](
             values,
-            mask,
+            token_rewards,
             settings.discount_factor,
             settings.gae_lambda,
+            mask,
             settings.critic_gae_lambda,
         )
-        learned = {"advantages": estimate.advantages}
-        if estimate.returns is not None and values is not None:
-            learned["returns"] = estimate.returns
-            metrics = _mean_and_std("returns", estimate.returns, mask)
+        learned = {"advantages": advantages}
+        if returns is not None and values is not None:
+            learned["returns"] = returns
+            metrics = _mean_and_std("returns", returns, mask)
             metrics |= _mean_and_std("values", values, mask)
     if settings.advantages_of is not None:
         learned["advantages"] = own_advantages(

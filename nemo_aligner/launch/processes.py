@@ -63,32 +63,22 @@ class JobTrainer(Trainer):
 def _check_resume(
     trainer: Trainer,
     log_dir: str | Path,
-    resume_if_exists: bool = False,
-    resume_past_end: bool = False,
-    resume_ignore_no_checkpoint: bool = False,
-    dirpath: str | None = None,
-    resume_from_checkpoint: str | None = None,
+    if_exists: bool,
+    past_end: bool,
+    may_lack: bool,
+    dirpath: str | None,
+    checkpoint: str | None,
 ) -> None:
-    """In place of NeMo's, for `exp_manager`: `trainer.ckpt_path` is our newest complete
-    checkpoint.
+    """In place of NeMo's, for the `exp_manager` of scripts of NeMo-Aligner: `trainer.ckpt_path` is
+    our newest complete checkpoint.
     """
-    if isinstance(trainer, JobTrainer) and resume_if_exists:
-        resume_if_exists = False
-        folder = Path(dirpath or Path(log_dir) / "checkpoints")
+    if isinstance(trainer, JobTrainer) and if_exists:
+        if_exists, folder = False, Path(dirpath or Path(log_dir) / "checkpoints")
         found = complete_checkpoints(folder)
-        if found and not resume_from_checkpoint:
-            resume_from_checkpoint = str(found[-1][0])
-        if not resume_from_checkpoint and not resume_ignore_no_checkpoint:
+        checkpoint = checkpoint or (str(found[-1][0]) if found else None)
+        if not checkpoint and not may_lack:
             raise no_checkpoint_error(folder)
-    nemo_check_resume(
-        trainer,
-        log_dir,
-        resume_if_exists,
-        resume_past_end,
-        resume_ignore_no_checkpoint,
-        dirpath,
-        resume_from_checkpoint,
-    )
+    nemo_check_resume(trainer, log_dir, if_exists, past_end, may_lack, dirpath, checkpoint)
 
 
 def no_checkpoint_error(folder: Path) -> UserError:
