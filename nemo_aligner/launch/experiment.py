@@ -57,16 +57,15 @@ from nemo_aligner.training.loggers import CustomLoggerWrapper
 from nemo_aligner.training.timers import Timer
 
 CHAT_DATE = "chat_date.txt"
-OVERVIEW = {
-    "job": [
-        "trainer.ppo.advantage_estimator",
-        *(f"trainer.{section}.reward_fn" for section in dict.fromkeys(SECTIONS.values())),
-    ],
-    "from": [*dict.fromkeys(job.restore_key for job in JOBS.values()), "inference.reward_fn"],
-    "data": ["model.data.data_prefix", *(f"{section}.file_path" for section in EXAMPLES)],
-    "devices": [f"trainer.{name}" for name in "num_nodes devices accelerator precision".split()],
-    "split": [*PARALLEL],
-}
+SHOWN = [  # keys that the log begins with
+    "trainer.ppo.advantage_estimator",
+    *(f"trainer.{section}.reward_fn" for section in dict.fromkeys(SECTIONS.values())),
+    *dict.fromkeys(job.restore_key for job in JOBS.values()),
+    *("inference.reward_fn", "model.data.data_prefix"),
+    *(f"{section}.file_path" for section in EXAMPLES),
+    *(f"trainer.{name}" for name in "num_nodes devices accelerator precision".split()),
+    *PARALLEL,
+]
 
 
 @dataclass(frozen=True)
@@ -154,29 +153,24 @@ def fix_chat_date(data: DictConfig | None, log_dir: Path | None) -> None:
     data.chat_date = gathered(date)[0]
 
 
-def log_config(cfg: DictConfig, config_name: str | None) -> None:
+def log_config(cfg: DictConfig, config_name: str) -> None:
     """Log the `overview`; with NEMO_ALIGNER_VERBOSE the whole configuration."""
-    shown = shown_config(plain_dict(cfg))
+    shown = OmegaConf.create(shown_config(plain_dict(cfg)))
     if is_verbose():
         logging.info(f"\n\n*** configuration ***\n{OmegaConf.to_yaml(shown)}")
-    for name, text in overview(OmegaConf.create(shown), config_name).items():
-        logging.info(f"{name}: {text}")
+    logging.info(overview(shown, config_name))
+    logging.info(f"CPU threads of each rank: {torch.get_num_threads()} (OMP_NUM_THREADS)")
 
 
-def overview(cfg: DictConfig, config_name: str | None) -> dict[str, str]:
-    """What is trained or served, from what, on what data and devices, by name."""
-    rows = {"job": config_name or "of a script", "from": "random weights"}
-    for name, keys in OVERVIEW.items():
-        own = [key for key in keys if config_name is None or key in LIVE[config_name]]
-        values = {key: OmegaConf.select(cfg, key) for key in own}
-        unset = (None, 1) if name == "split" else (None,)
-        found = [f"{key}={value}" for key, value in values.items() if value not in unset]
-        if found:
-            rows[name] = ", ".join([rows["job"]] * (name == "job") + found)
-    if "WORLD_SIZE" in os.environ:
-        rows["devices"] += f", processes of the launcher: {os.environ['WORLD_SIZE']}"
-    rows["CPU threads of each rank"] = f"{torch.get_num_threads()} (OMP_NUM_THREADS)"
-    return rows
+def overview(cfg: DictConfig, config_name: str) -> str:
+    """What is trained or served, from what, on what data and devices."""
+    own = {key: OmegaConf.select(cfg, key) for key in SHOWN if key in LIVE[config_name]}
+    given = [
+        f"{key}={value}"
+        for key, value in own.items()
+        if value is not None and (key not in PARALLEL or value != 1)
+    ]
+    return f"{config_name}: {', '.join(given)}"
 
 
 def run_timer(cfg: DictConfig) -> Timer:

@@ -29,21 +29,13 @@ def test_the_overview_names_the_job_and_no_key_of_its_base():
     base = {"restore_from_path": "hf", "data": {"train_ds": {"file_path": "c.jsonl"}}}
     ppo = {"advantage_estimator": "grpo", "reward_fn": "r.py:f"}
     cfg = {"trainer": {"ppo": ppo}, "pretrained_checkpoint": {"restore_from_path": "sft.nemo"}}
-    base["data"]["data_prefix"] = "p.jsonl"
-    rows = overview(
-        OmegaConf.create(cfg | {"model": base, "remote_critic_rm": {}}), "gpt_ppo_actor"
+    base |= {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 1}
+    cfg = OmegaConf.create(cfg | {"model": base})
+    assert overview(cfg, "gpt_ppo_actor") == (
+        "gpt_ppo_actor: trainer.ppo.advantage_estimator=grpo, trainer.ppo.reward_fn=r.py:f, "
+        "pretrained_checkpoint.restore_from_path=sft.nemo, model.tensor_model_parallel_size=2"
     )
-    shown = [rows[name].replace("trainer.ppo.", "") for name in ("job", "from", "data")]
-    assert shown == [
-        "gpt_ppo_actor, advantage_estimator=grpo, reward_fn=r.py:f",
-        "pretrained_checkpoint.restore_from_path=sft.nemo",
-        "model.data.data_prefix=p.jsonl",
-    ]
-    rows = overview(OmegaConf.create(cfg | {"model": base}), "gpt_ppo_critic")
-    assert rows["job"] == "gpt_ppo_critic" and "data" not in rows
-    rows = overview(OmegaConf.create({"trainer": {"sft": {}}, "model": base}), "gpt_sft")
-    assert rows["from"] == "model.restore_from_path=hf"
-    assert rows["data"] == "model.data.train_ds.file_path=c.jsonl"
+    assert "model.restore_from_path=hf" in overview(cfg, "gpt_sft")
 
 
 @pytest.mark.parametrize(
