@@ -16,7 +16,6 @@ import pytest
 from chat_models import (
     Sampling,
     ServedChatModel,
-    TextForm,
     Turn,
     read_api_key,
     text_form,
@@ -25,7 +24,6 @@ from constitutional import (
     Generator,
     Progress,
     read_judgement,
-    split,
     stream_seed,
 )
 from nemo.collections.common.tokenizers.bytelevel_tokenizers import ByteLevelTokenizer
@@ -495,22 +493,6 @@ def test_judgements_are_read():
         assert read_judgement(text, 3) is None
 
 
-def test_parts_are_divided_by_their_shares():
-    results = [{"number": n} for n in range(10)]
-    parts = split(results, {"train": 0.8, "test": 0.2}, True, 1)
-    assert [len(part) for part in parts.values()] == [8, 2]
-    assert sorted(r["number"] for part in parts.values() for r in part) == list(range(10))
-    assert parts == split(results, {"train": 0.8, "test": 0.2}, True, 1)
-    assert parts != split(results, {"train": 0.8, "test": 0.2}, True, 2)
-    small = split(results[:2], {"train": 0.99, "test": 0.01}, False, 1)
-    assert [len(part) for part in small.values()] == [1, 1]
-    for shares in ({"a": 0.5}, {"a": 1.5, "b": -0.5}):
-        with pytest.raises(UserError, match="must be above 0 and add up to 1"):
-            split(results, shares, False, 1)
-    with pytest.raises(UserError, match="each needs one"):
-        split(results[:1], {"a": 0.5, "b": 0.5}, False, 1)
-
-
 def test_files_of_requests_have_their_form(tmp_path):
     path = tmp_path / "c.json"
     path.write_text(
@@ -535,18 +517,6 @@ def test_files_of_requests_have_their_form(tmp_path):
     assert constitutional.red_team_prompt({"prompt": " hello "}) == "hello"
     with pytest.raises(UserError, match="there is no prompt"):
         constitutional.red_team_prompt({"transcript": "Assistant: first"})
-
-
-def test_formats_of_messages():
-    form = TextForm("[U]{MESSAGE}[A]", "{MESSAGE}|", "[S]{MESSAGE}", "", "<s>")
-    messages = [{"role": "user", "content": "{x}"}, {"role": "assistant", "content": "y"}]
-    assert form.text(messages) == "<s>[S][U]{x}[A]y|"
-    assert form.text([{"role": "system", "content": "z"}, messages[0]]) == "<s>[S]z[U]{x}[A]"
-    assert TextForm().text(messages) == "{x}y"
-    with pytest.raises(UserError, match="must hold {MESSAGE} once"):
-        TextForm(user="hello")
-    with pytest.raises(UserError, match="no format for a message of the role 'system'"):
-        TextForm().text([{"role": "system", "content": "z"}])
 
 
 # --- the built-in engine ------------------------------------------------------------------------
@@ -618,33 +588,3 @@ def test_revisions_of_the_engine_resume_to_the_same(policy_file, tmp_path):
     assert stream_seed(1, "x", 2) not in (stream_seed(1, "x", 3), stream_seed(2, "x", 2))
     with pytest.raises(UserError, match="it is no result of this command"):
         Progress(tmp_path / "part.jsonl", 2, lambda number: {})
-
-
-@pytest.mark.full
-def test_the_command_with_the_engine(policy_file, tmp_path, monkeypatch, capsys):
-    """Its arguments as NeMo-Aligner documents them, with the policy in place of a server."""
-    prompts = transcripts(tmp_path / "red.jsonl", 3)
-    few = [{"role": "User", "content": "a"}, {"role": "Assistant", "content": "b"}]
-    (tmp_path / "few.json").write_text(json.dumps({"samples": [few]}))
-    text = run(
-        SL,
-        monkeypatch,
-        capsys,
-        f"--model={policy_file}",
-        f"--red-teaming-prompts-dataset-path={prompts}",
-        f"--few-shot-prompts-dataset-path={tmp_path}/few.json",
-        EXAMPLES[1],
-        f"--output-filepath={tmp_path}/sl.jsonl",
-        "--max-seq-length=480",
-        *"--add_bos False --top_k 0 --top_p 0.9 --all_probs False".split(),
-        *"--repetition_penalty 1.2 --min_tokens_to_generate 1 --temperature 1.0".split(),
-        *"--greedy False --tokens_to_generate 6 --end_strings </s>".split(),
-        *"--apply_chat_template True --response_extract_pattern [/INST]".split(),
-        "--user_format=<u>{MESSAGE}<a>",
-        "--assistant_format={MESSAGE}",
-        "trainer.accelerator=cpu",
-        "trainer.precision=32",
-        folder=CAI,
-    )
-    assert "conversations: " in text
-    assert 1 <= len(read(tmp_path / "sl.jsonl")) <= 3

@@ -155,20 +155,6 @@ def test_large_differences_stay_finite(name):
         assert loss.isfinite() and logprobs.grad.isfinite().all()
 
 
-def test_wrong_losses_are_refused():
-    arguments = dict(
-        logprobs=torch.zeros(2, 1),
-        ref_logprobs=torch.zeros(2, 1),
-        mask=torch.ones(2, 1),
-        weights=torch.ones(1),
-        beta=1.0,
-    )
-    with pytest.raises(ValueError, match="'hinge' is unknown; choose one of dpo, ipo, rpo_sq"):
-        dpo_loss(**arguments, preference_loss="hinge")
-    with pytest.raises(ValueError, match="'rpo_sq' needs rewards"):
-        dpo_loss(**arguments, preference_loss="rpo_sq")
-
-
 # Overrides of keys below `model.`, and the message.
 REFUSED = {
     "dpo": [

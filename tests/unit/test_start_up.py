@@ -266,14 +266,6 @@ def test_long_imports_keep_their_objects_out_of_later_collections():
         gc.freeze()  # as tests/conftest.py does
 
 
-def test_long_imports_leave_collections_as_they_were_after_an_error():
-    with pytest.raises(ImportError), start_up.long_imports():
-        raise ImportError
-    assert gc.isenabled()
-    gc.unfreeze()
-    gc.freeze()
-
-
 @pytest.mark.parametrize(
     ("env", "devices", "jobs", "threads"),
     [
