@@ -58,10 +58,8 @@ def test_a_script_and_a_job_are_one(script):
     ("words", "nearest"),
     [
         ("trian ppo", "train ppo"),
-        ("train pop", "train ppo"),
         ("ppo", "train ppo"),
         ("serve critik trainer.devices=2", "serve critic"),
-        ("doctr /tmp", "doctor"),
         ("train trainer.devices=2", None),
     ],
 )
@@ -117,9 +115,7 @@ def test_every_key_has_its_default_and_a_meaning(name):
     ("key", "name", "means"),
     [
         ("trainer.ppo.port", "gpt_ppo_critic", "port to listen on"),
-        ("trainer.ppo.ppo_epochs", "gpt_ppo_actor", "passes over one rollout"),
         ("exp_manager.name", "gpt_kto", "as in NeMo; the final model is"),
-        ("name", "gpt_sft", "name of the experiment"),
     ],
 )
 def test_the_meaning_is_that_of_the_right_row(key, name, means):
@@ -144,7 +140,6 @@ def test_config_takes_the_name_of_a_job_or_tool(capsys):
             "a.f=http://h/x?key=hidden",
             "a.f=http://h/x?*** cannot be read; put its value in quotes",
         ),
-        ("a={b: 1", "a={b: 1 cannot be read"),
         ("sft", "sft cannot be read; write KEY=VALUE"),
     ],
 )

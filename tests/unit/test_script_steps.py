@@ -37,45 +37,25 @@ def nemo_file(tiny_tokenizer_dir, tmp_path_factory):
 
 def configuration(folder, **exp_options):
     """What NeMo-Aligner's YAML file of a reward model has, as far as the steps read it."""
-    return OmegaConf.create(
-        {
-            "trainer": {
-                "devices": 1,
-                "num_nodes": 1,
-                "accelerator": "cpu",
-                "precision": 32,
-                "gradient_clip_val": "${trainer.rm.gradient_clip_val}",
-                "logger": False,
-                "enable_checkpointing": False,
-                "use_distributed_sampler": False,
-                "max_epochs": "${.rm.max_epochs}",
-                "max_steps": "${.rm.max_steps}",
-                "rm": {
-                    "max_epochs": 2,
-                    "max_steps": -1,
-                    "val_check_interval": 1,
-                    "save_interval": 1,
-                    "limit_val_batches": 1.0,
-                    "gradient_clip_val": 1.0,
-                },
-            },
-            "exp_manager": {
-                "explicit_log_dir": str(folder),
-                "name": "tiny",
-                "resume_if_exists": True,
-                "resume_ignore_no_checkpoint": True,
-                "create_checkpoint_callback": True,
-                "checkpoint_callback_params": {
-                    "monitor": "val_loss",
-                    "mode": "min",
-                    "save_top_k": 3,
-                    "filename": "tiny-{step}-{consumed_samples}",
-                    "save_nemo_on_train_end": False,
-                },
-                **exp_options,
-            },
-        }
+    cfg = OmegaConf.create(
+        """
+        trainer:
+          {devices: 1, num_nodes: 1, accelerator: cpu, precision: 32, logger: false,
+           gradient_clip_val: "${trainer.rm.gradient_clip_val}", enable_checkpointing: false,
+           use_distributed_sampler: false, max_epochs: "${.rm.max_epochs}",
+           max_steps: "${.rm.max_steps}",
+           rm: {max_epochs: 2, max_steps: -1, val_check_interval: 1, save_interval: 1,
+                limit_val_batches: 1.0, gradient_clip_val: 1.0}}
+        exp_manager:
+          {name: tiny, resume_if_exists: true, resume_ignore_no_checkpoint: true,
+           create_checkpoint_callback: true,
+           checkpoint_callback_params:
+             {monitor: val_loss, mode: min, save_top_k: 3, save_nemo_on_train_end: false,
+              filename: "tiny-{step}-{consumed_samples}"}}
+        """
     )
+    cfg.exp_manager.update({"explicit_log_dir": str(folder), **exp_options})
+    return cfg
 
 
 class SamplerOf12:
@@ -240,16 +220,6 @@ def test_weights_are_copied_and_swapped(nemo_file):
     assert after is inside and all(torch.equal(after[name], own[name]) for name in own)
 
 
-def test_other_modules_are_copied_by_their_state_dict():
-    layer = torch.nn.Linear(2, 2)
-    copied = utils.copy_model_states_to_cpu(layer, megatron_amp_O2=False)
-    assert torch.equal(copied["weight"], layer.weight) and copied["weight"] is not layer.weight
-    assert utils.convert_to_amp_o2_format({"model.a.model.b": 1, "model.module.c": 2}) == {
-        "model.module.a.model.b": 1,
-        "model.module.c": 2,
-    }
-
-
 def test_what_is_missing_is_named(nemo_file, tmp_path):
     from nemo_aligner.models.nlp.gpt.gpt_sft_model import GPTSFTModel
 
@@ -405,23 +375,6 @@ def test_a_stored_dropout_is_off_where_it_is_noise(name, nemo_file, tmp_path):
         job = job_configuration(name, tmp_path, **{f"model.{k}": v for k, v in given.items()})
         loaded = utils.load_and_override_model_config(tmp_path, job.model)
         assert (loaded.hidden_dropout, loaded.attention_dropout) == (value, own or 0.0)
-
-
-def test_a_section_that_is_no_part_of_a_job_is_not_checked(nemo_file, calls):
-    job = job_configuration("gpt_ppo_actor", nemo_file)
-    other = OmegaConf.create({"trainer": {"my_algorithm": {}}, "model": {"seed": 1}})
-    for section in (OmegaConf.create({"seed": 1}), other.model, job.model.ppo):
-        utils.load_and_override_model_config(nemo_file, section)
-    assert calls == []
-
-
-def test_temp_pop_puts_the_key_back_after_an_error():
-    cfg = OmegaConf.create({"ppo": {"a": 1}, "devices": 1})
-    with pytest.raises(RuntimeError):
-        with script_utils.temp_pop_from_config(cfg, "ppo"):
-            assert list(cfg) == ["devices"]
-            raise RuntimeError
-    assert cfg.ppo == {"a": 1}
 
 
 def test_remove_overwritten_fields_at_any_depth():

@@ -113,13 +113,11 @@ main()
     ("arguments", "printed"),
     [
         ([], "name: one size: 1"),
-        (["size=2"], "name: one size: 2"),
         (["--config-name", "two", "size=4"], "name: two size: 4"),
         (["+name=six"], "name: six size: 1"),
         (["--config-path", "other", "--config-name=three"], "name: three size: None"),
         (["--config-dir", "other", "--config-name=three", "+size=5"], "name: three size: 5"),
         (["~size"], "name: one size: None"),
-        (["++size=6", "++name=five"], "name: five size: 6"),
         (["--cfg", "job", "name=four"], "name: four\nsize: 1"),
     ],
 )
@@ -271,7 +269,6 @@ def test_long_imports_keep_their_objects_out_of_later_collections():
     [
         ({}, 1, 1, 12),
         ({}, 1, 2, 6),  # an actor and its critic
-        ({}, 2, 2, 3),
         ({}, "2", 3, 2),
         ({}, "0,1", 1, 6),
         ({}, [0, 1, 2], 1, 4),
