@@ -199,11 +199,6 @@ def spread_over_response(scores: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask != 0, scores.reshape(-1, 1), 0)
 
 
-def clip_advantages(advantages: Tensor, limit: float | None) -> Tensor:
-    """`advantages` [B, S-1], normalized before, clipped to [-limit, limit]; None: as they are."""
-    return advantages if limit is None else advantages.clamp(-limit, limit)
-
-
 def group_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Group of each row (int64 [N]; equal rows share one, in sorted order), size of each group."""
     _, group, size = torch.unique(rows, dim=0, return_inverse=True, return_counts=True)
@@ -328,6 +323,9 @@ class RunningMoments:
 def clip_rewards(rewards: Tensor, limit: float | None) -> Tensor:
     """Rewards [B] or [B, S-1] clipped to [-limit, limit]; None: as they are. NaN stays NaN."""
     return rewards if limit is None else rewards.clamp(-limit, limit)
+
+
+clip_advantages = clip_rewards  # of advantages [B, S-1] that are normalized
 
 
 def calculate_overlong_penalty(

@@ -33,7 +33,7 @@ from nemo_aligner.config.fields import fields_of
 from nemo_aligner.config.inert_keys import INERT_EXPERIMENT
 from nemo_aligner.config.jobs import JOBS
 from nemo_aligner.config.keys.common import PARALLEL, CheckpointParams
-from nemo_aligner.config.rules import LOGGERS, SECTIONS, config_name_of, restore_key
+from nemo_aligner.config.rules import LOGGERS, SECTIONS, check_values, config_name_of, restore_key
 from nemo_aligner.config.schema import LIVE
 from nemo_aligner.config.values import plain_dict
 from nemo_aligner.core.endings import keep_ending_in
@@ -51,8 +51,6 @@ from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 from nemo_aligner.parallel.collectives import gathered
 from nemo_aligner.parallel.environment import is_rank_zero
 from nemo_aligner.parallel.megatron_switches import changed
-from nemo_aligner.report.ending import LiveReport
-from nemo_aligner.report.page import ABOUT_FILE
 from nemo_aligner.training.loggers import CustomLoggerWrapper
 from nemo_aligner.training.timers import Timer
 
@@ -86,6 +84,15 @@ def start_processes(cfg: DictConfig, config_name: str) -> JobTrainer:
     log_config(cfg, config_name)
     launch_processes(trainer)
     return trainer
+
+
+def start_with_teacher(cfg: DictConfig, config_name: str, model_class: type[Model]) -> Model:
+    """`start_processes`, and the model that such a job gets from its `pretrained_checkpoint`."""
+    base = open_source(cfg.pretrained_checkpoint.restore_from_path)
+    cfg.model = complete_model_config(base, cfg.model, config_name)
+    check_values(cfg, config_name, complete=True)
+    trainer = start_processes(cfg, config_name)
+    return load_from_nemo(model_class, cfg.model, trainer, restore_path=base)
 
 
 def start_with_model(cfg: DictConfig, model_class: type[Model]) -> tuple[Experiment, Model]:
@@ -219,6 +226,8 @@ def setup_experiment(trainer: Trainer, cfg: DictConfig) -> Path | None:
             f"exp_manager, or leave it out ({', '.join(asked)})."
         ) from error
     if is_rank_zero():
+        from nemo_aligner.report.page import ABOUT_FILE
+
         # In place of NeMo's file, which holds secrets.
         words = [shown_word(word) for word in sys.argv]
         (log_dir / "cmd-args.log").write_text(" ".join(words))
@@ -255,6 +264,8 @@ def build_logger(trainer: Trainer, log_dir: Path | None) -> CustomLoggerWrapper:
     """TensorBoard and W&B loggers, and `metrics.jsonl` and `report.html` in `log_dir`, if any."""
     if log_dir is None or not is_rank_zero():
         return CustomLoggerWrapper(trainer.loggers)
+    from nemo_aligner.report.ending import LiveReport  # of one rank
+
     file, report = log_dir / "metrics.jsonl", LiveReport(log_dir)
     return CustomLoggerWrapper(trainer.loggers, metrics_file=file, report=report.update)
 

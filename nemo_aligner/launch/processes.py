@@ -33,7 +33,6 @@ from nemo_aligner.parallel.environment import (
     packages_in_use,
 )
 from nemo_aligner.parallel.parallel_state import join_on_loopback, share_gloo_devices
-from nemo_aligner.servers.ports import find_free_port
 
 TIMEOUT = timedelta(minutes=30)  # of collectives, and of the wait for all ranks at the start
 
@@ -151,6 +150,8 @@ def launch_processes(trainer: Trainer | None) -> None:
     starts_others = isinstance(environment, LightningEnvironment)
     starts_others = starts_others and "LOCAL_RANK" not in os.environ
     if starts_others:
+        from nemo_aligner.servers.ports import find_free_port
+
         # Lightning's own choice may be taken by the time that it is used.
         os.environ.setdefault("MASTER_PORT", str(find_free_port()))
     if strategy.launcher is not None:

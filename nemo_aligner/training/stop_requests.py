@@ -48,8 +48,6 @@ class StopRequests:
         self._saves = True
         self._has_left = False
         self._first: dict[signal.Signals, float] = {}  # when each came
-        self._last_boundary = 0.0
-        self._step_s: float | None = None  # of the step before
         self._is_job = False
         self._exit: Callable[[ExitCode, int], object] = lambda _code, _number: None
 
@@ -98,19 +96,16 @@ class StopRequests:
         if self.received is None:
             self.received = number
             if is_rank_zero():
-                _say(self._announcement(number, now))
+                _say(self._announcement(number))
 
-    def _announcement(self, number: signal.Signals, now: float) -> str:
+    def _announcement(self, number: signal.Signals) -> str:
         name = _name(number)
         if self.step == self.max_steps:
             return f"{name}: the job has made its last step and ends by itself."
         what = "saves" if self._saves else "does not save (save_interval)"
-        text = f"{name}: the job {what} and ends after the running step"
-        if self._step_s is not None:
-            left = max(self._last_boundary + self._step_s - now, 0.0)
-            text += f", in about {left:.0f} s by the step before"
         again = name if number == signal.SIGINT else signal.SIGTERM.name
-        return f"{text}. A second {again} ends it at once."
+        text = f"{name}: the job {what} and ends after the running step."
+        return f"{text} A second {again} ends it at once."
 
     def _end_at_once(self, number: signal.Signals, reason: str) -> None:
         code, text = ExitCode.PRE_EMPTED, f"the job ends at once, without saving. {AGAIN}"
@@ -128,7 +123,6 @@ class StopRequests:
     def in_loop(self, step: int, max_steps: int, saves: bool) -> Iterator[None]:
         """Inside, a request waits for the end of the running step; `step` are finished."""
         self.step, self.max_steps, self._saves = step, max_steps, saves
-        self._step_s, self._last_boundary = None, time.monotonic()
         self._in_loop = True
         try:
             with progress.expected():
@@ -138,9 +132,7 @@ class StopRequests:
 
     def after_step(self, step: int, run_timer: "RunTimer") -> JobStopped | None:
         """Why the job ends after `step` finished steps, equal on every rank; None: it does not."""
-        now = time.monotonic()
-        self.has_trained = True
-        self.step, self._step_s, self._last_boundary = step, now - self._last_boundary, now
+        self.has_trained, self.step = True, step
         return self._stop(self.received or (TIME_IS_OVER if run_timer.is_finished() else 0))
 
     def signalled(self) -> JobStopped | None:

@@ -80,26 +80,6 @@ def test_help_of_groups_jobs_and_tools(capsys):
     assert "usage: nemo-aligner plan" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("arguments", "printed"),
-    [
-        (["trainer.devices=2"], "devices: 2"),
-        (["--config-path=mine", "--config-name=small"], "devices: 3"),
-        (["--config-dir=mine", "--config-name=small"], "devices: 3"),
-    ],
-)
-def test_a_job_is_configured_as_by_its_script(arguments, printed, tmp_path):
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine/small.yaml").write_text("devices: 3\n")
-    ended = subprocess.run(
-        [sys.executable, "-m", "nemo_aligner", "train", "sft", *arguments, "--cfg=job"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
-    assert printed in ended.stdout, ended.stderr
-
-
 @some_of("name", JOBS, keep=2)
 def test_every_key_has_its_default_and_a_meaning(name):
     defaults = OmegaConf.to_container(complete_config({}, name))

@@ -310,16 +310,6 @@ def test_an_empty_response_leaves_its_prompt_out(tmp_path, monkeypatch, capsys):
         assert len(server.requests) == before
 
 
-def test_what_the_server_refuses_is_left_out_if_asked_for(tmp_path, monkeypatch, capsys):
-    def refuses_1(messages, fields):
-        bad = any(m["content"] == "bad 1" for m in messages)
-        return (400, b"too long") if bad else echo(messages, fields)
-
-    with ChatServer(refuses_1) as server:
-        given = sl_arguments(tmp_path, server, "--skip-failed", count=3)
-        assert "2 conversations" in run(SL, monkeypatch, capsys, *given, folder=CAI)
-
-
 def test_requests_hold_the_settings_and_the_key(tmp_path, monkeypatch):
     sampling = Sampling(0.7, 0.9, 20, ("</s>",), top_k=5, repetition_penalty=1.2, min_tokens=2)
     key = tmp_path / "key"
@@ -491,32 +481,6 @@ def test_judgements_are_read():
         '{"rejected": 1}',
     ):
         assert read_judgement(text, 3) is None
-
-
-def test_files_of_requests_have_their_form(tmp_path):
-    path = tmp_path / "c.json"
-    path.write_text(
-        json.dumps(
-            {
-                "harmful0": {
-                    "prompt": ["\n\nCritiqueRequest: find it.\n\nCritique:"],
-                    "edit_request": "\n\nRevisionRequest: mend it.\n\nRevision:",
-                }
-            }
-        )
-    )
-    assert constitutional.read_principles(str(path)) == [
-        constitutional.Principle("find it.", "mend it.")
-    ]
-    for content in ("{}", "[]", '{"a": {"prompt": []}}', "{"):
-        path.write_text(content)
-        with pytest.raises(UserError, match=r"c.json (must hold requests|cannot be read)"):
-            constitutional.read_principles(str(path))
-        with pytest.raises(UserError, match=r"c.json (must hold|cannot be read)"):
-            constitutional.read_few_shot(str(path))
-    assert constitutional.red_team_prompt({"prompt": " hello "}) == "hello"
-    with pytest.raises(UserError, match="there is no prompt"):
-        constitutional.red_team_prompt({"transcript": "Assistant: first"})
 
 
 # --- the built-in engine ------------------------------------------------------------------------

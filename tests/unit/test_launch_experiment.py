@@ -147,12 +147,6 @@ def test_a_logger_that_cannot_work_is_refused_in_two_lines(tmp_path, monkeypatch
     assert second.endswith("(exp_manager.create_neptune_logger).")
 
 
-def test_lightning_gets_no_options_of_its_own_loops():
-    section = {"devices": 1, "gradient_clip_val": 0.5, "replace_sampler_ddp": False, "rs": {}}
-    trainer = resolve_and_create_trainer(OmegaConf.create({"trainer": section}), "rs")
-    assert trainer.gradient_clip_val is None
-
-
 class NoCheckpoints:
     root = "folder"
 

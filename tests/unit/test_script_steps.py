@@ -177,26 +177,6 @@ def test_ranks_of_mpirun_are_those_of_the_job(monkeypatch, tmp_path, in_slurm):
     assert trainer.strategy.cluster_environment.creates_processes_externally
 
 
-def test_ranks_of_srun_are_those_of_the_job(monkeypatch, tmp_path):
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR"):
-        monkeypatch.delenv(name, raising=False)
-    slurm = {
-        "NTASKS": "2",
-        "NTASKS_PER_NODE": "2",
-        "PROCID": "1",
-        "LOCALID": "1",
-        "NODEID": "0",
-        "JOB_NAME": "job",
-    }
-    for name, value in slurm.items():
-        monkeypatch.setenv(f"SLURM_{name}", value)
-    cfg = configuration(tmp_path)
-    cfg.trainer.devices = 2
-    trainer = script_utils.resolve_and_create_trainer(cfg, "rm")
-    assert (trainer.world_size, trainer.global_rank, trainer.local_rank) == (2, 1, 1)
-    assert trainer.strategy.cluster_environment.creates_processes_externally
-
-
 def test_without_a_checkpoint_callback_nothing_is_written(nemo_file, tmp_path):
     job = start(nemo_file, tmp_path, create_checkpoint_callback=False)
     assert isinstance(job.callback, script_utils.FakeCheckpointCallback)
@@ -359,22 +339,6 @@ def test_rejection_sampling_leaves_out_what_ppo_put_into_a_checkpoint(nemo_file,
         loaded = utils.load_and_override_model_config(trained_by_ppo, job.model)
         assert ("ppo" in loaded) == has_it
     assert loaded.ppo.length_params.max_length == 24  # half of the job's length
-
-
-@some_of("name", CONFIG_NAMES, keep=4)
-def test_a_stored_dropout_is_off_where_it_is_noise(name, nemo_file, tmp_path):
-    cfg = utils.load_checkpoint_model_config(nemo_file)
-    cfg.hidden_dropout = cfg.attention_dropout = 0.1
-    OmegaConf.save(cfg, tmp_path / "model_config.yaml")
-    own = {"gpt_sft": 0.0, "training_rm": 0.1, "inference_rm": 0.1}.get(name)  # SFT: of its YAML
-    for given, value in (
-        ({}, own or 0.0),
-        ({"hidden_dropout": 0.2}, 0.2),
-        (dict.fromkeys(["hidden_dropout"]), 0.1),
-    ):
-        job = job_configuration(name, tmp_path, **{f"model.{k}": v for k, v in given.items()})
-        loaded = utils.load_and_override_model_config(tmp_path, job.model)
-        assert (loaded.hidden_dropout, loaded.attention_dropout) == (value, own or 0.0)
 
 
 def test_remove_overwritten_fields_at_any_depth():

@@ -11,7 +11,6 @@ import re
 import signal
 import subprocess
 import time
-from pathlib import Path
 
 import psutil
 import pytest
@@ -112,11 +111,6 @@ def start(tmp_path):
         job.process.wait(10)
 
 
-def ignores(process, number, field="SigIgn"):
-    status = Path(f"/proc/{process.pid}/status").read_text()
-    return int(status.partition(f"{field}:")[2].split()[0], 16) >> (number - 1) & 1
-
-
 def watches(process):
     with contextlib.suppress(psutil.NoSuchProcess):  # a zombie is none either
         return is_alive(process) and "watchdog_process.py" in " ".join(process.cmdline())
@@ -214,28 +208,3 @@ def test_a_process_that_is_stopped_for_good_is_killed(start, tmp_path):
     ), err
     assert ending(tmp_path)["name"] == "SIGKILL"
     wait_until(lambda: not is_alive(watcher), 10, lambda: "its end")
-
-
-def test_a_process_that_is_stopped_for_a_while_goes_on(start):
-    job = start("slow")
-    beside(job)
-    job.process.send_signal(signal.SIGSTOP)
-    time.sleep(1.0)
-    job.process.send_signal(signal.SIGCONT)
-    code, err = job.ended()
-    assert code == 0, err
-
-
-@pytest.mark.full
-def test_the_process_beside_a_rank_does_not_take_its_signals_and_is_started_again(start):
-    job = start("slow")
-    (watcher,) = beside(job)
-    assert ignores(watcher, signal.SIGINT, "SigBlk")  # from before its first line on
-    wait_until(lambda: ignores(watcher, signal.SIGTERM), 10, lambda: "its start")
-    watcher.send_signal(signal.SIGTERM)
-    time.sleep(0.3)
-    assert is_alive(watcher)
-    watcher.kill()
-    wait_until(lambda: beside(job)[0].pid != watcher.pid, 10, lambda: "another one")
-    code, err = job.ended()
-    assert code == 0, err
