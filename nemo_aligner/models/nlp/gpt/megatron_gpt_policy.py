@@ -27,7 +27,8 @@ from nemo_aligner.generation.resharding import divided, gather_stages, reshard, 
 from nemo_aligner.generation.split import Split, regrouped, training_split
 from nemo_aligner.models.alignable_interface import AlignableGenerativeInterface
 from nemo_aligner.models.nlp.gpt.log_probs import LogProbsMixin
-from nemo_aligner.models.nlp.gpt.megatron_layers import build_layer_spec, scale_embeddings
+from nemo_aligner.models.nlp.gpt.megatron_additions import add_to_module
+from nemo_aligner.models.nlp.gpt.megatron_layers import build_layer_spec
 from nemo_aligner.parallel.device import get_device
 
 
@@ -118,8 +119,7 @@ class MegatronGPTPolicyModel(LogProbsMixin, AlignableGenerativeInterface):
                 pg_collection=groups,
                 **(self.module_args() | {"config": config}),
             )
-        if self.cfg.apply_embedding_scaling and module.pre_process:
-            scale_embeddings(module)
+        add_to_module(module, self.cfg.apply_embedding_scaling)
         return module.to(device)
 
     def prepare_for_training(self) -> None:
