@@ -208,3 +208,13 @@ def test_a_process_that_is_stopped_for_good_is_killed(start, tmp_path):
     ), err
     assert ending(tmp_path)["name"] == "SIGKILL"
     wait_until(lambda: not is_alive(watcher), 10, lambda: "its end")
+
+
+def test_a_process_that_is_stopped_for_a_while_goes_on(start):
+    job = start("slow")
+    beside(job)
+    job.process.send_signal(signal.SIGSTOP)
+    time.sleep(1.0)
+    job.process.send_signal(signal.SIGCONT)
+    code, err = job.ended()
+    assert code == 0, err
