@@ -87,7 +87,7 @@ def start_processes(cfg: DictConfig, config_name: str) -> JobTrainer:
     return trainer
 
 
-def start_with_teacher(cfg: DictConfig, config_name: str, model_class: type[Model]) -> Model:
+def start_with_teacher(cfg: DictConfig, config_name: str, model_class: type[Model]) -> Any:
     """`start_processes`, and the model that such a job gets from its `pretrained_checkpoint`."""
     base = open_source(cfg.pretrained_checkpoint.restore_from_path)
     cfg.model = complete_model_config(base, cfg.model, config_name)
