@@ -10,7 +10,7 @@ asked for.
 import importlib
 from typing import Any
 
-from nemo_aligner.core.gpus import do_without_hidden_gpus
+from nemo_aligner.parallel.environment import do_without_hidden_gpus
 from nemo_aligner.utils import open_doors
 
 __version__ = "0.1.0"

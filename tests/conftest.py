@@ -17,7 +17,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest  # noqa: E402  (the environment comes first)
 
-from nemo_aligner.core.gpus import hide_gpus  # noqa: E402
+from nemo_aligner.parallel.environment import hide_gpus  # noqa: E402
 from tests import durations, imports_done  # noqa: E402
 from tests.patience import patience  # noqa: E402
 from tests.traces import Traces  # noqa: E402

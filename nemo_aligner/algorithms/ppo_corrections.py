@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from nemo_aligner.algorithms.rollouts import PPORolloutBatch
-from nemo_aligner.core.covariance import CovarianceSettings, chosen_tokens
-from nemo_aligner.core.sampler_correction import (
+from nemo_aligner.core.surrogates import (
+    CovarianceSettings,
     SamplerCorrection,
+    chosen_tokens,
     correction_factors,
     importance_ratios,
 )

@@ -38,7 +38,6 @@ from nemo_aligner.core.advantages import (
     spread_over_response,
     sums_of_steps,
 )
-from nemo_aligner.core.covariance import CovarianceSettings
 from nemo_aligner.core.estimators import ADVANTAGE_ESTIMATORS, AdvantageEstimator
 from nemo_aligner.core.kl import (
     AdaptiveKLController,
@@ -47,7 +46,7 @@ from nemo_aligner.core.kl import (
     name_kl_estimator,
 )
 from nemo_aligner.core.masks import masked_mean, masked_sum
-from nemo_aligner.core.sampler_correction import SamplerCorrection
+from nemo_aligner.core.surrogates import CovarianceSettings, SamplerCorrection
 from nemo_aligner.core.types import PPOTrainBatch, RolloutBatch
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.collectives import masked_global_mean_var, normalize_tensor
@@ -282,18 +281,18 @@ def estimate_advantages(
         advantages, metrics = compare_responses(scores, rollout_batch["idx"], mask, estimator)
         learned = {"advantages": advantages}
     else:
-        estimate = TOKEN_ESTIMATORS[settings.advantage_estimator](
-            token_rewards,
+        advantages, returns = TOKEN_ESTIMATORS[settings.advantage_estimator](
             values,
-            mask,
+            token_rewards,
             settings.discount_factor,
             settings.gae_lambda,
+            mask,
             settings.critic_gae_lambda,
         )
-        learned = {"advantages": estimate.advantages}
-        if estimate.returns is not None and values is not None:
-            learned["returns"] = estimate.returns
-            metrics = _mean_and_std("returns", estimate.returns, mask)
+        learned = {"advantages": advantages}
+        if returns is not None and values is not None:
+            learned["returns"] = returns
+            metrics = _mean_and_std("returns", returns, mask)
             metrics |= _mean_and_std("values", values, mask)
     if settings.advantages_of is not None:
         learned["advantages"] = own_advantages(

@@ -129,19 +129,27 @@ def calculate_grpo_advantages(
     that are not valid or without valid companion, and where a prompt's scores are equal.
     """
     valid = torch.ones_like(scores, dtype=torch.bool) if mask is None else mask != 0
+    deviation, std = _deviations(scores.unsqueeze(1), valid.unsqueeze(1), prompts)
+    if normalize_std:
+        deviation = deviation / (std + eps)
+    return deviation.squeeze(1).to(scores.dtype)
+
+
+def _deviations(values: Tensor, valid: Tensor, prompts: Tensor) -> tuple[Tensor, Tensor]:
+    """Of `values` [N, K]: the deviations from the mean of all that are valid of a prompt, 0 where
+    one is not, and their standard deviation [N, 1]. float64: the mean of equal float32 scores must
+    be that score, or eps magnifies rounding.
+    """
     group, size = group_rows(prompts)
 
     def group_sum(x: Tensor) -> Tensor:
-        return torch.zeros_like(size, dtype=torch.float64).index_add_(0, group, x)[group]
+        sums = torch.zeros_like(size, dtype=torch.float64).index_add_(0, group, x.sum(1))
+        return sums[group].unsqueeze(1)
 
-    # float64: the mean of equal float32 scores must be that score, or eps magnifies rounding.
     count = group_sum(valid.double())
-    kept = torch.where(valid, scores, 0).double()
+    kept = torch.where(valid, values, 0).double()
     deviation = torch.where(valid, kept - group_sum(kept) / count.clamp(min=1), 0)
-    if normalize_std:
-        std = (group_sum(deviation.square()) / (count - 1).clamp(min=1)).sqrt()
-        deviation = deviation / (std + eps)
-    return deviation.to(scores.dtype)
+    return deviation, (group_sum(deviation.square()) / (count - 1).clamp(min=1)).sqrt()
 
 
 def calculate_gdpo_advantages(
@@ -178,18 +186,8 @@ def calculate_grpo_step_advantages(
     steps of a prompt number fewer than two or have equal rewards.
     """
     valid = (scored != 0) & (mask != 0)
-    group, size = group_rows(prompts)
-
-    def group_sum(x: Tensor) -> Tensor:
-        sums = torch.zeros_like(size, dtype=torch.float64).index_add_(0, group, x.sum(1))
-        return sums[group].unsqueeze(1)
-
-    # float64, as in `calculate_grpo_advantages`.
-    count = group_sum(valid.double())
-    kept = torch.where(valid, rewards, 0).double()
-    deviation = torch.where(valid, kept - group_sum(kept) / count.clamp(min=1), 0)
-    variance = group_sum(deviation.square()) / (count - 1).clamp(min=1)
-    normalized = deviation / (variance.sqrt() + eps)
+    deviation, std = _deviations(rewards, valid, prompts)
+    normalized = deviation / (std + eps)
     to_come = normalized.flip(1).cumsum(1).flip(1)
     # A difference of sums is not exact: after the last step there is nothing to come.
     later = valid.flip(1).cumsum(1).flip(1) > 0
@@ -201,11 +199,6 @@ def spread_over_response(scores: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask != 0, scores.reshape(-1, 1), 0)
 
 
-def clip_advantages(advantages: Tensor, limit: float | None) -> Tensor:
-    """`advantages` [B, S-1], normalized before, clipped to [-limit, limit]; None: as they are."""
-    return advantages if limit is None else advantages.clamp(-limit, limit)
-
-
 def group_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Group of each row (int64 [N]; equal rows share one, in sorted order), size of each group."""
     _, group, size = torch.unique(rows, dim=0, return_inverse=True, return_counts=True)
@@ -215,45 +208,17 @@ def group_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
 # ---------------------------------------------------------------------- estimators by their name
 
 
-@dataclass(frozen=True)
-class TokenEstimate:
-    """What policy and critic learn from rewards per transition."""
-
-    advantages: Tensor  # [B, S-1]
-    returns: Tensor | None = None  # [B, S-1], target of the critic; None without one
-
-
-def _gae_with_critic(
-    rewards: Tensor,
-    values: Tensor | None,
-    mask: Tensor,
-    discount_factor: float,
-    gae_lambda: float,
-    critic_gae_lambda: float | None,
-) -> TokenEstimate:
-    assert values is not None, "GAE needs the critic's values"
-    return TokenEstimate(
-        *calculate_advantages_and_returns(
-            values, rewards, discount_factor, gae_lambda, mask, critic_gae_lambda
-        )
-    )
-
-
-def _reinforce_plus_plus(
-    rewards: Tensor, _values: Tensor | None, mask: Tensor, discount_factor: float, *_: object
-) -> TokenEstimate:
-    return TokenEstimate(calculate_reinforce_returns(rewards, discount_factor, mask))
-
-
-def _of_teacher(rewards: Tensor, *_: object) -> TokenEstimate:
-    return TokenEstimate(torch.zeros_like(rewards))
-
-
-# From rewards per transition: (rewards [B, S-1], values [B, S-1] or None, mask [B, S-1], gamma,
-# lambda, lambda of the returns).
-TOKEN_ESTIMATORS: dict[
-    str, Callable[[Tensor, Tensor | None, Tensor, float, float, float | None], TokenEstimate]
-] = {"gae": _gae_with_critic, "reinforce_plus_plus": _reinforce_plus_plus, "teacher": _of_teacher}
+# From rewards per transition: (values [B, S-1] or None, rewards [B, S-1], gamma, lambda, mask
+# [B, S-1], lambda of the returns) to advantages and returns [B, S-1], the target of the critic;
+# None without one.
+TOKEN_ESTIMATORS: dict[str, Callable[..., tuple[Tensor, Tensor | None]]] = {
+    "gae": calculate_advantages_and_returns,
+    "reinforce_plus_plus": lambda _values, rewards, gamma, _lambda, mask, _of_returns: (
+        calculate_reinforce_returns(rewards, gamma, mask),
+        None,
+    ),
+    "teacher": lambda _values, rewards, *_: (torch.zeros_like(rewards), None),
+}
 
 # From one score per response (gdpo: several), by comparison with the other responses to its
 # prompt: (scores [N], prompt of each [N], mask [N]) to advantages [N].
@@ -358,6 +323,9 @@ class RunningMoments:
 def clip_rewards(rewards: Tensor, limit: float | None) -> Tensor:
     """Rewards [B] or [B, S-1] clipped to [-limit, limit]; None: as they are. NaN stays NaN."""
     return rewards if limit is None else rewards.clamp(-limit, limit)
+
+
+clip_advantages = clip_rewards  # of advantages [B, S-1] that are normalized
 
 
 def calculate_overlong_penalty(

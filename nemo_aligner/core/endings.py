@@ -16,8 +16,8 @@ from pathlib import Path
 
 ENDING_FILE = "ending.json"
 
-_folder: Path | None = None  # where the ending of this process is still to be written
-_folder_of_rank_zero: Path | None = None  # the same, on another rank
+_folder: Path | None = None  # where the ending of the job is still to be written
+_writes = False  # this rank does that
 
 
 class ExitCode(IntEnum):
@@ -65,25 +65,21 @@ def interruptible() -> Iterator[None]:
 
 def keep_ending_in(folder: Path, is_rank_zero: bool = True) -> None:
     """Have rank 0 note the ending in `folder` (a former one goes); any rank may call it."""
-    global _folder, _folder_of_rank_zero
+    global _folder, _writes
+    _folder, _writes = folder, is_rank_zero
     if is_rank_zero:
-        _folder = folder
         (folder / ENDING_FILE).unlink(missing_ok=True)
-    else:
-        _folder_of_rank_zero = folder
 
 
 def stand_in_for_rank_zero() -> None:
     """Have this rank write the ending, if rank 0, which is out of reach, has not."""
-    global _folder
-    folder = _folder_of_rank_zero
-    if folder is not None and not (folder / ENDING_FILE).exists():
-        _folder = folder
+    global _writes
+    _writes = _folder is not None and not (_folder / ENDING_FILE).exists()
 
 
 def ending_file() -> Path | None:
     """Where the ending of this process is still to be written; None if it writes none."""
-    return None if _folder is None else _folder / ENDING_FILE
+    return None if _folder is None or not _writes else _folder / ENDING_FILE
 
 
 def note_ending(code: ExitCode, reason: str, step: int | None = None) -> None:
@@ -91,9 +87,10 @@ def note_ending(code: ExitCode, reason: str, step: int | None = None) -> None:
     them. The first ending counts: what breaks later follows from it.
     """
     global _folder
-    folder, _folder = _folder, None
-    if folder is None:
+    file = ending_file()
+    if file is None:
         return
+    _folder = None
     ending = {
         "code": int(code),
         "name": code.name,
@@ -102,9 +99,10 @@ def note_ending(code: ExitCode, reason: str, step: int | None = None) -> None:
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
     with contextlib.suppress(OSError):  # a full disk must not hide why the job ends
-        part = folder / f"{ENDING_FILE}.{secrets.token_hex(4)}"  # of one of several machines
+        # Several machines may write one.
+        part = file.with_name(f"{ENDING_FILE}.{secrets.token_hex(4)}")
         part.write_text(json.dumps(ending) + "\n")
-        os.replace(part, folder / ENDING_FILE)
+        os.replace(part, file)
 
 
 # ------------------------------------------------------------------------------ signs of progress

@@ -47,7 +47,7 @@ PREFERENCE_LOSSES = ("regular_bt", "margin_bt", "scaled_bt")
 REWARD_PREFERENCE_LOSSES = ("rpo_sq", "rpo_bwd_kl", "rpo_fwd_kl")
 DIRECT_PREFERENCE_LOSSES = ("dpo", "ipo", *REWARD_PREFERENCE_LOSSES)
 
-# Student and teacher (`core/distillation.py:divergence`), and the rest outside its top k.
+# Student and teacher (`core/losses.py:divergence`), and the rest outside its top k.
 DISTILLATION_LOSSES = ("fwd_kl", "bwd_kl", "jsd")
 OUTSIDE_TOP_K = ("renormalize", "bucket")
 
@@ -58,8 +58,8 @@ LOSSES_OF_RESPONSES = ("gspo", "gmpo")  # are a mean over responses
 RANGED = ("clip", "gspo", "cispo", "gmpo")  # have a range at all
 DUAL_CLIPPED = ("clip", "gspo")  # a large ratio of a bad token has no bound
 
-# Levels of the ratio between trainer and sampler (`core/sampler_correction.py`), and the rules for
-# tokens whose log-prob varies with their advantage (`core/covariance.py`).
+# Levels of the ratio between trainer and sampler (`core/surrogates.py`), and the rules for
+# tokens whose log-prob varies with their advantage (`core/surrogates.py`).
 CORRECTION_LEVELS = ("token", "sequence", "geometric")
 COVARIANCE_RULES = ("clip", "kl")
 

@@ -10,8 +10,6 @@ otherwise, every rank of the job calls it.
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol, TypeVar
 
-from torch import Tensor
-
 from nemo_aligner.core.types import InferenceBatch, PPOTrainBatch, Rollout, Scores
 
 T_co = TypeVar("T_co", covariant=True)
@@ -125,38 +123,10 @@ class RunTimer(Protocol):
         """True on every rank once the time is over."""
 
 
-class Optimizer(Protocol):
-    """What updates need of Megatron Core's optimizer."""
-
-    param_groups: list[dict[str, Any]]
-
-    def zero_grad(self) -> None:
-        """Set all gradients to zero."""
-
-    def step(self) -> tuple[bool, float | None, int | None]:
-        """Update the weights: (succeeded, norm of the gradient, number of zeros in it)."""
-
-
-class Scheduler(Protocol):
-    """The schedule of the learning rate."""
-
-    def step(self, increment: int) -> None:
-        """Advance by `increment` updates."""
-
-
-class Trainable(Protocol):
-    """What an update needs of a model; see `models/alignable_interface.py:SupervisedInterface`."""
-
-    def get_loss_and_metrics(
-        self, batch: Any, forward_only: bool
-    ) -> tuple[float, Mapping[str, float | Tensor]]:
-        """Loss of a global batch, and its gradient unless `forward_only`."""
-
-    def prepare_for_training_step(self) -> None:
-        """Called before the `get_loss_and_metrics` of an update."""
-
-    def finish_training_step(self) -> None:
-        """Called after that `get_loss_and_metrics`, before the optimizer step."""
+# Megatron Core's, or what has the same: `param_groups`, `zero_grad()` and `step() -> (succeeded,
+# norm of the gradient, number of zeros in it)` the first, `step(increment=updates)` the second.
+Optimizer = Any
+Scheduler = Any
 
 
 class PromptSampler(Protocol):

@@ -1,18 +1,23 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
 """What a policy's tokens lose by their importance ratios: PPO's clipped surrogate, and what others
-put in its place. Pure functions, of whole samples.
+put in its place; corrections for a sampler that is not the trainer; the tokens that take most of
+the entropy. Pure functions, of whole samples.
 
 With rho = exp(logprobs - prev_logprobs) of a token, A its advantage, and the range from 1 - low to
-1 + high, each function returns the loss of each token, float32 [B, S-1], and where the range
+1 + high, each surrogate returns the loss of each token, float32 [B, S-1], and where the range
 removes its gradient, bool [B, S-1].
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from nemo_aligner.core.masks import masked_mean
+from nemo_aligner.core.tensors import sample_seeds
 
 LARGEST = 80.0  # exponent: beyond it a float32 overflows, and 0 * inf would be a NaN gradient
 SAPO_RISING, SAPO_FALLING = 1.0, 1.05  # temperatures where A > 0, and else
@@ -110,3 +115,109 @@ def _nowhere(tokens: Tokens) -> Tensor:
 def _mean(values: Tensor, mask: Tensor) -> Tensor:
     """Mean [B, 1] of each row's values [B, S-1] that count; 0 where none does."""
     return (values * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
+
+
+# ------------------------------------------------- an engine whose tokens have other probabilities
+
+
+# A smaller difference of one token's log-probs is rounding of float32 and counts as none, so that
+# a sampler that is the trainer's own model changes no bit.
+ROUNDING = 1e-4
+
+
+@dataclass(frozen=True)
+class SamplerCorrection:
+    """The keys of `trainer.ppo.sampler_correction`. Levels: `CORRECTION_LEVELS`; None: off."""
+
+    weights: str | None  # level of the importance weights
+    cap: float  # of a weight
+    reject: str | None  # level of the ratio that must stay within the range
+    low: float
+    high: float
+
+
+# Importance weights for samples of an engine that gives tokens other probabilities than the
+# trainer does: truncated (Yao et al. 2025, https://fengyao.notion.site/off-policy-rl), and left
+# out beyond a range (Ling Team 2025, "IcePop", arXiv:2510.18855).
+
+
+def importance_ratios(log_ratio: Tensor, mask: Tensor, level: str) -> Tensor:
+    """p_trainer / p_sampler [B, S-1]: of each "token"; of its whole response ("sequence", the
+    product), or the root of that ("geometric", the mean of a token). `log_ratio` [B, S-1] is log
+    p_trainer - log p_sampler, 0 outside the mask.
+    """
+    log_ratio = torch.where(log_ratio.abs() > ROUNDING, log_ratio, 0)
+    if level != "token":
+        whole = log_ratio.sum(1, keepdim=True)
+        if level == "geometric":
+            whole = whole / mask.sum(1, keepdim=True).clamp(min=1)
+        log_ratio = whole.expand_as(log_ratio)
+    return bounded_exp(log_ratio)
+
+
+def correction_factors(
+    log_ratio: Tensor, mask: Tensor, settings: SamplerCorrection
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """What the advantages are multiplied with, [B, S-1]: min(weight, cap), or 0 where the ratio is
+    out of range; and by name where it is so, for metrics: bool [B, S-1].
+    """
+    factors, where = torch.ones_like(log_ratio), {}
+    if settings.weights is not None:
+        weights = importance_ratios(log_ratio, mask, settings.weights)
+        factors, where["capped"] = weights.clamp(max=settings.cap), weights > settings.cap
+    if settings.reject is not None:
+        ratios = importance_ratios(log_ratio, mask, settings.reject)
+        where["rejected"] = (ratios < settings.low) | (ratios > settings.high)
+        factors = torch.where(where["rejected"], 0, factors)
+    return factors, where
+
+
+# ---------------------------------------------------- the few tokens that take most of the entropy
+
+
+@dataclass(frozen=True)
+class CovarianceSettings:
+    """The keys of `trainer.ppo.covariance`."""
+
+    rule: str | None  # one of `estimators.COVARIANCE_RULES`; None: off
+    fraction: float  # of the tokens
+    low: float  # Clip-Cov: range of the covariances to choose from
+    high: float
+    kl_coef: float  # KL-Cov: of the penalty
+
+
+# Tokens whose log-prob and advantage vary together (Cui et al. 2025, arXiv:2505.22617), of the N
+# samples of a whole rollout in an order that does not depend on the split: [N, S-1].
+
+
+def covariances(logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
+    """(log pi - mean)(A - mean) of each token, float64; means over the mask."""
+    logprobs, advantages = logprobs.double(), advantages.double()
+    return (logprobs - masked_mean(logprobs, mask)) * (advantages - masked_mean(advantages, mask))
+
+
+def chosen_tokens(
+    logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    response_tokens: Tensor,
+    settings: CovarianceSettings,
+) -> Tensor:
+    """bool [N, S-1]: a `fraction` of all tokens, one at least. With rule "clip" (Clip-Cov) drawn
+    among those with a covariance in the range (maybe fewer), with "kl" (KL-Cov) the largest.
+    `logprobs` are of the policy that generated, `advantages` of the updates; `response_tokens`
+    int64 [N, S] seed the draw.
+    """
+    covariance, able = covariances(logprobs, advantages, mask), mask != 0
+    count = max(1, int(settings.fraction * int(able.sum())))
+    priority = covariance
+    if settings.rule == "clip":
+        able = able & (covariance >= settings.low) & (covariance <= settings.high)
+        slots = torch.arange(mask.numel(), device=mask.device).view_as(mask)
+        seed = int(sample_seeds(0, 0, response_tokens.flatten()).sum())
+        priority = sample_seeds(seed, 0, slots).double()
+    ordered = torch.where(able, priority, -torch.inf).flatten()
+    order = ordered.argsort(descending=True, stable=True)
+    chosen = torch.zeros_like(able).flatten()
+    chosen[order[:count]] = True
+    return chosen.view_as(able) & able

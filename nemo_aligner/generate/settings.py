@@ -11,7 +11,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from nemo_aligner.core.errors import UserError
-from nemo_aligner.core.gpus import hide_gpus
+from nemo_aligner.parallel.environment import hide_gpus
 
 RESTORE_KEY = "pretrained_checkpoint.restore_from_path"
 

@@ -204,18 +204,13 @@ def serve_teacher(cfg: DictConfig) -> None:
     """
     with long_imports():
         from nemo_aligner.algorithms.reward_server import TeacherServer, no_sentences
-        from nemo_aligner.checkpoint.sources import open_source
-        from nemo_aligner.launch.experiment import start_processes
-        from nemo_aligner.launch.model_loading import complete_model_config, load_from_nemo
+        from nemo_aligner.launch.experiment import start_with_teacher
         from nemo_aligner.models.nlp.gpt.megatron_gpt_knowledge_distillation import (
             TopKTeacherModel,
         )
         from nemo_aligner.servers.scoring import model_limits
 
-    base = open_source(cfg.pretrained_checkpoint.restore_from_path)
-    cfg.model = complete_model_config(base, cfg.model, "inference_teacher")
-    trainer = start_processes(cfg, "inference_teacher")
-    model = load_from_nemo(TopKTeacherModel, cfg.model, trainer, restore_path=base)
+    model = start_with_teacher(cfg, "inference_teacher", TopKTeacherModel)
     model.set_eval()
     vocab_size, max_length = model_limits(model)
     options = dict(cfg.inference)

@@ -12,7 +12,6 @@ from omegaconf import DictConfig
 from nemo_aligner.config.defaults import complete_config
 from nemo_aligner.config.jobs.reward_model import learns_labelled_pairs, reward_model_type
 from nemo_aligner.config.jobs.sft import check_steerlm2
-from nemo_aligner.config.rules import check_values
 from nemo_aligner.config.values import Values, resolved
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.launch.job_entry import job_main
@@ -192,20 +191,14 @@ def logits(cfg: DictConfig) -> None:
     """
     with long_imports():
         from nemo_aligner.algorithms.topk_logits import write_topk_logits
-        from nemo_aligner.checkpoint.sources import open_source
         from nemo_aligner.data.nlp.builders import build_sft_dataset
-        from nemo_aligner.launch.experiment import fix_chat_date, start_processes
-        from nemo_aligner.launch.model_loading import complete_model_config, load_from_nemo
+        from nemo_aligner.launch.experiment import fix_chat_date, start_with_teacher
         from nemo_aligner.models.nlp.gpt.megatron_gpt_knowledge_distillation import (
             TopKTeacherModel,
         )
 
-    teacher = open_source(cfg.pretrained_checkpoint.restore_from_path)
-    cfg.model = complete_model_config(teacher, cfg.model, "compute_topk_logits")
-    check_values(cfg, "compute_topk_logits", complete=True)
-    trainer = start_processes(cfg, "compute_topk_logits")
+    model = start_with_teacher(cfg, "compute_topk_logits", TopKTeacherModel)
     fix_chat_date(cfg.data, None)
-    model = load_from_nemo(TopKTeacherModel, cfg.model, trainer, restore_path=teacher)
     dataset = build_sft_dataset(
         cfg.data.data, model.tokenizer, answer_only_loss=True, data=cfg.data
     )

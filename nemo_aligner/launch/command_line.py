@@ -18,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from nemo_aligner.config.access import shown_word
 from nemo_aligner.config.defaults import CONF
 from nemo_aligner.core.endings import ExitCode, interruptible
-from nemo_aligner.core.gpus import hide_gpus
+from nemo_aligner.parallel.environment import hide_gpus
 
 # The script stays in its working directory, writes no .hydra folder and logs to stdout only.
 HYDRA_OVERRIDES = (

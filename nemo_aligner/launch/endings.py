@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NoReturn, ParamSpec, TypeVar
 
 from nemo_aligner.core.endings import ExitCode, JobStopped, end_with, interruptible, note_ending
@@ -20,8 +20,7 @@ from nemo_aligner.core.errors import (
     ServerRequestError,
     UserError,
 )
-from nemo_aligner.launch.remarks import remarks
-from nemo_aligner.launch.start_up import warn_of_unsupported_versions
+from nemo_aligner.launch.start_up import remarks, warn_of_unsupported_versions
 from nemo_aligner.parallel.environment import adopt_mpi_ranks, is_rank_zero
 from nemo_aligner.training.stop_requests import stop_requests
 
@@ -63,8 +62,11 @@ def _run(main: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
     try:
         adopt_mpi_ranks(os.environ)  # here, so that its error is one message too
         warn_of_unsupported_versions()
-        with _waiting_for_the_end():
+        try:
             result = main(*args, **kwargs)
+        finally:
+            if _ends_at_once.is_set():  # what fails now follows from the end of other processes
+                time.sleep(_EXIT_GRACE_S)
     except (UserError, ServerRequestError, ServerJobError, AlarmError) as error:
         if not is_rank_zero():
             time.sleep(_RANK_ZERO_FIRST_S)  # rank 0 ends this process if it has failed too
@@ -114,16 +116,6 @@ def end_at_once(code: ExitCode, asked_by: int | None = None) -> NoReturn:
     _end_started_processes(0.0)
     sys.stdout.flush()
     os._exit(code)
-
-
-@contextlib.contextmanager
-def _waiting_for_the_end() -> Iterator[None]:
-    """Inside, errors that follow from the end of other processes in `end_at_once` are silent."""
-    try:
-        yield
-    finally:
-        if _ends_at_once.is_set():
-            time.sleep(_EXIT_GRACE_S)
 
 
 def end_with_starter() -> None:

@@ -18,8 +18,8 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import MLFlowLogger
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from nemo.utils import exp_manager as nemo
 from nemo.utils import logging
-from nemo.utils.exp_manager import exp_manager as nemo_exp_manager
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from nemo_aligner.checkpoint.checkpointing import CheckpointCallback
@@ -33,7 +33,7 @@ from nemo_aligner.config.fields import fields_of
 from nemo_aligner.config.inert_keys import INERT_EXPERIMENT
 from nemo_aligner.config.jobs import JOBS
 from nemo_aligner.config.keys.common import PARALLEL, CheckpointParams
-from nemo_aligner.config.rules import LOGGERS, SECTIONS, config_name_of, restore_key
+from nemo_aligner.config.rules import LOGGERS, SECTIONS, check_values, config_name_of, restore_key
 from nemo_aligner.config.schema import LIVE
 from nemo_aligner.config.values import plain_dict
 from nemo_aligner.core.endings import keep_ending_in
@@ -46,28 +46,25 @@ from nemo_aligner.launch.processes import (
     no_checkpoint_error,
     resolve_and_create_trainer,
 )
-from nemo_aligner.launch.remarks import is_verbose, remarks
-from nemo_aligner.launch.start_up import versions
+from nemo_aligner.launch.start_up import is_verbose, remarks, versions
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 from nemo_aligner.parallel.collectives import gathered
 from nemo_aligner.parallel.environment import is_rank_zero
-from nemo_aligner.report.ending import LiveReport
-from nemo_aligner.report.page import ABOUT_FILE
+from nemo_aligner.parallel.megatron_switches import changed
 from nemo_aligner.training import prometheus
 from nemo_aligner.training.loggers import CustomLoggerWrapper
 from nemo_aligner.training.timers import Timer
 
 CHAT_DATE = "chat_date.txt"
-OVERVIEW = {
-    "job": [
-        "trainer.ppo.advantage_estimator",
-        *(f"trainer.{section}.reward_fn" for section in dict.fromkeys(SECTIONS.values())),
-    ],
-    "from": [*dict.fromkeys(job.restore_key for job in JOBS.values()), "inference.reward_fn"],
-    "data": ["model.data.data_prefix", *(f"{section}.file_path" for section in EXAMPLES)],
-    "devices": [f"trainer.{name}" for name in "num_nodes devices accelerator precision".split()],
-    "split": [*PARALLEL],
-}
+SHOWN = [  # keys that the log begins with
+    "trainer.ppo.advantage_estimator",
+    *(f"trainer.{section}.reward_fn" for section in dict.fromkeys(SECTIONS.values())),
+    *dict.fromkeys(job.restore_key for job in JOBS.values()),
+    *("inference.reward_fn", "model.data.data_prefix"),
+    *(f"{section}.file_path" for section in EXAMPLES),
+    *(f"trainer.{name}" for name in "num_nodes devices accelerator precision".split()),
+    *PARALLEL,
+]
 
 
 @dataclass(frozen=True)
@@ -90,19 +87,13 @@ def start_processes(cfg: DictConfig, config_name: str) -> JobTrainer:
     return trainer
 
 
-def start_job(cfg: DictConfig) -> Experiment:
-    """`start_processes` of a training job, whose folder and loggers are made before."""
-    config_name = str(config_name_of(cfg))
-    section = SECTIONS[config_name]
-    trainer = resolve_and_create_trainer(cfg, section)
-    log_config(cfg, config_name)
-    log_dir = setup_experiment(trainer, cfg)
-    logger = build_logger(trainer, log_dir)
-    launch_processes(trainer)
-    fix_chat_date(cfg.model.get("data"), log_dir)
-    if log_dir is not None and is_rank_zero():
-        _write_config(cfg, log_dir)  # again, with that date
-    return Experiment(section, trainer, log_dir, logger)
+def start_with_teacher(cfg: DictConfig, config_name: str, model_class: type[Model]) -> Any:
+    """`start_processes`, and the model that such a job gets from its `pretrained_checkpoint`."""
+    base = open_source(cfg.pretrained_checkpoint.restore_from_path)
+    cfg.model = complete_model_config(base, cfg.model, config_name)
+    check_values(cfg, config_name, complete=True)
+    trainer = start_processes(cfg, config_name)
+    return load_from_nemo(model_class, cfg.model, trainer, restore_path=base)
 
 
 def start_with_model(cfg: DictConfig, model_class: type[Model]) -> tuple[Experiment, Model]:
@@ -122,17 +113,27 @@ def open_base(cfg: DictConfig) -> Source | None:
 def start_from(
     base: Source | None, cfg: DictConfig, model_class: type[Model], with_new_head: bool = False
 ) -> tuple[Experiment, Model]:
-    """`start_job`, with the model that it trains and its adapters; every rank calls it. `base` and
-    `cfg` are of `open_base`; `with_new_head` leaves a head in `base` out.
+    """`start_processes` of a training job, whose folder and loggers are made before, and the model
+    that it trains, with its adapters; every rank calls it. `base` and `cfg` are of `open_base`;
+    `with_new_head` leaves a head in `base` out.
     """
-    job = start_job(cfg)
+    config_name = str(config_name_of(cfg))
+    section = SECTIONS[config_name]
+    trainer = resolve_and_create_trainer(cfg, section)
+    log_config(cfg, config_name)
+    log_dir = setup_experiment(trainer, cfg)
+    job = Experiment(section, trainer, log_dir, build_logger(trainer, log_dir))
+    launch_processes(trainer)
+    fix_chat_date(cfg.model.get("data"), log_dir)
+    if log_dir is not None and is_rank_zero():
+        _write_config(cfg, log_dir)  # again, with that date
     if base is None:
-        model = model_class(cfg.model, job.trainer)
+        model = model_class(cfg.model, trainer)
     else:
         model = load_from_nemo(
             model_class,
             cfg.model,
-            job.trainer,
+            trainer,
             restore_path=base,
             load_base_model_only=with_new_head,
         )
@@ -149,38 +150,35 @@ def fix_chat_date(data: DictConfig | None, log_dir: Path | None) -> None:
     date = data.chat_date
     with failing_together(log_dir and log_dir / CHAT_DATE):
         if is_rank_zero():
-            folders = [] if log_dir is None else [log_dir, *reversed(_former_runs(log_dir))]
-            files = [folder / CHAT_DATE for folder in folders]
-            kept = next((file.read_text() for file in files if file.exists()), None)
+            file = Path(log_dir or os.devnull) / CHAT_DATE
+            # Former releases have let NeMo move it, as that of a run before.
+            moved = sorted(file.parent.glob(f"run_*/{CHAT_DATE}"), key=os.path.getmtime)
+            found = [each for each in (*moved, file) if each.exists()]
+            kept = found[-1].read_text() if found else None
             date = str(date or kept or datetime.date.today())
-            if files and date != kept:
-                write_durably(files[0], date.encode())
+            if log_dir is not None and date != kept:
+                write_durably(file, date.encode())
     data.chat_date = gathered(date)[0]
 
 
-def log_config(cfg: DictConfig, config_name: str | None) -> None:
+def log_config(cfg: DictConfig, config_name: str) -> None:
     """Log the `overview`; with NEMO_ALIGNER_VERBOSE the whole configuration."""
-    shown = shown_config(plain_dict(cfg))
+    shown = OmegaConf.create(shown_config(plain_dict(cfg)))
     if is_verbose():
         logging.info(f"\n\n*** configuration ***\n{OmegaConf.to_yaml(shown)}")
-    for name, text in overview(OmegaConf.create(shown), config_name).items():
-        logging.info(f"{name}: {text}")
+    logging.info(overview(shown, config_name))
+    logging.info(f"CPU threads of each rank: {torch.get_num_threads()} (OMP_NUM_THREADS)")
 
 
-def overview(cfg: DictConfig, config_name: str | None) -> dict[str, str]:
-    """What is trained or served, from what, on what data and devices, by name."""
-    rows = {"job": config_name or "of a script", "from": "random weights"}
-    for name, keys in OVERVIEW.items():
-        own = [key for key in keys if config_name is None or key in LIVE[config_name]]
-        values = {key: OmegaConf.select(cfg, key) for key in own}
-        unset = (None, 1) if name == "split" else (None,)
-        found = [f"{key}={value}" for key, value in values.items() if value not in unset]
-        if found:
-            rows[name] = ", ".join([rows["job"]] * (name == "job") + found)
-    if "WORLD_SIZE" in os.environ:
-        rows["devices"] += f", processes of the launcher: {os.environ['WORLD_SIZE']}"
-    rows["CPU threads of each rank"] = f"{torch.get_num_threads()} (OMP_NUM_THREADS)"
-    return rows
+def overview(cfg: DictConfig, config_name: str) -> str:
+    """What is trained or served, from what, on what data and devices."""
+    own = {key: OmegaConf.select(cfg, key) for key in SHOWN if key in LIVE[config_name]}
+    given = [
+        f"{key}={value}"
+        for key, value in own.items()
+        if value is not None and (key not in PARALLEL or value != 1)
+    ]
+    return f"{config_name}: {', '.join(given)}"
 
 
 def run_timer(cfg: DictConfig) -> Timer:
@@ -189,7 +187,8 @@ def run_timer(cfg: DictConfig) -> Timer:
 
 def setup_experiment(trainer: Trainer, cfg: DictConfig) -> Path | None:
     """Make the log folder, which it returns, and the loggers with NeMo's `exp_manager`, which does
-    not see keys of checkpoints, resuming and time limits; every rank calls it. None with
+    not see keys of checkpoints, resuming and time limits, nor move the files of former runs (those
+    of metrics go on); every rank calls it. None with
     `exp_manager=null`. `UserError`: the folder cannot be written, or a logger cannot be set up.
     """
     if cfg.exp_manager is None:
@@ -206,7 +205,8 @@ def setup_experiment(trainer: Trainer, cfg: DictConfig) -> Path | None:
         for key in ("checkpoint_callback_params", prometheus.KEY, *INERT_EXPERIMENT):
             options.pop(key.removeprefix("exp_manager."), None)
     try:
-        log_dir = Path(nemo_exp_manager(trainer, options))
+        with changed([(nemo, "check_resume", lambda *_arguments: None)]):
+            log_dir = Path(nemo.exp_manager(trainer, options))
         if "exp_manager.create_mlflow_logger" in asked:
             trainer.loggers = [*trainer.loggers, _mlflow_logger(options, log_dir)]
         if asked and is_rank_zero():
@@ -227,6 +227,8 @@ def setup_experiment(trainer: Trainer, cfg: DictConfig) -> Path | None:
             f"exp_manager, or leave it out ({', '.join(asked)})."
         ) from error
     if is_rank_zero():
+        from nemo_aligner.report.page import ABOUT_FILE
+
         address = cfg.exp_manager.get(prometheus.KEY)
         if address is not None:
             trainer.loggers = [*trainer.loggers, prometheus.PrometheusLogger(address)]
@@ -241,7 +243,6 @@ def setup_experiment(trainer: Trainer, cfg: DictConfig) -> Path | None:
         _write_config(cfg, log_dir)
         remarks.write_to(log_dir)
         logging.info(f"results: {log_dir.absolute()}, with the configuration in config.yaml")
-        _keep_json_lines(log_dir)
     keep_ending_in(log_dir, is_rank_zero())
     return log_dir
 
@@ -263,39 +264,12 @@ def _write_config(cfg: DictConfig, log_dir: Path) -> None:
     OmegaConf.save(shown, log_dir / "config.yaml")
 
 
-def _former_runs(log_dir: Path) -> list[Path]:
-    """Folders `run_<n>`, to which `exp_manager` moves files of former runs, oldest first."""
-    runs = [run for run in log_dir.glob("run_*") if run.name.removeprefix("run_").isdigit()]
-    return sorted(runs, key=lambda run: int(run.name.removeprefix("run_")))
-
-
-def _keep_json_lines(log_dir: Path) -> None:
-    """Put back the JSON lines of former runs, which `exp_manager` has moved, perhaps several
-    parts.
-    """
-    parts: dict[str, list[Path]] = {}
-    for run in _former_runs(log_dir):
-        for file in sorted(run.glob("*.jsonl")):
-            parts.setdefault(file.name, []).append(file)
-    for name, files in parts.items():
-        target = log_dir / name
-        if target.exists():
-            files.append(target)
-        if len(files) > 1:
-            lines = (line for file in files for line in file.read_bytes().splitlines(True))
-            # The last line of a killed run may be torn.
-            write_durably(target, b"".join(line for line in lines if line.endswith(b"\n")))
-            for file in files:
-                if file != target:
-                    file.unlink()
-        else:
-            files[0].rename(target)
-
-
 def build_logger(trainer: Trainer, log_dir: Path | None) -> CustomLoggerWrapper:
     """TensorBoard and W&B loggers, and `metrics.jsonl` and `report.html` in `log_dir`, if any."""
     if log_dir is None or not is_rank_zero():
         return CustomLoggerWrapper(trainer.loggers)
+    from nemo_aligner.report.ending import LiveReport  # of one rank
+
     file, report = log_dir / "metrics.jsonl", LiveReport(log_dir)
     return CustomLoggerWrapper(trainer.loggers, metrics_file=file, report=report.update)
 

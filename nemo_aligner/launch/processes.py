@@ -22,14 +22,17 @@ from nemo_aligner.config.defaults import complete
 from nemo_aligner.config.parallel_rules import check_accelerator, cuda_devices, default_precision
 from nemo_aligner.config.values import plain_dict
 from nemo_aligner.core.errors import ConfigError, UserError
-from nemo_aligner.core.gpus import hide_gpus, packages_in_use
 from nemo_aligner.core.leftovers import sweep_once
 from nemo_aligner.launch import endings
 from nemo_aligner.launch.watchdog import watch
 from nemo_aligner.parallel.device import get_backend
-from nemo_aligner.parallel.environment import adopt_mpi_ranks, has_mpi_ranks
-from nemo_aligner.parallel.rendezvous import join_on_loopback, share_gloo_devices
-from nemo_aligner.servers.ports import find_free_port
+from nemo_aligner.parallel.environment import (
+    adopt_mpi_ranks,
+    has_mpi_ranks,
+    hide_gpus,
+    packages_in_use,
+)
+from nemo_aligner.parallel.parallel_state import join_on_loopback, share_gloo_devices
 
 TIMEOUT = timedelta(minutes=30)  # of collectives, and of the wait for all ranks at the start
 
@@ -59,32 +62,22 @@ class JobTrainer(Trainer):
 def _check_resume(
     trainer: Trainer,
     log_dir: str | Path,
-    resume_if_exists: bool = False,
-    resume_past_end: bool = False,
-    resume_ignore_no_checkpoint: bool = False,
-    dirpath: str | None = None,
-    resume_from_checkpoint: str | None = None,
+    if_exists: bool,
+    past_end: bool,
+    may_lack: bool,
+    dirpath: str | None,
+    checkpoint: str | None,
 ) -> None:
-    """In place of NeMo's, for `exp_manager`: `trainer.ckpt_path` is our newest complete
-    checkpoint.
+    """In place of NeMo's, for the `exp_manager` of scripts of NeMo-Aligner: `trainer.ckpt_path` is
+    our newest complete checkpoint.
     """
-    if isinstance(trainer, JobTrainer) and resume_if_exists:
-        resume_if_exists = False
-        folder = Path(dirpath or Path(log_dir) / "checkpoints")
+    if isinstance(trainer, JobTrainer) and if_exists:
+        if_exists, folder = False, Path(dirpath or Path(log_dir) / "checkpoints")
         found = complete_checkpoints(folder)
-        if found and not resume_from_checkpoint:
-            resume_from_checkpoint = str(found[-1][0])
-        if not resume_from_checkpoint and not resume_ignore_no_checkpoint:
+        checkpoint = checkpoint or (str(found[-1][0]) if found else None)
+        if not checkpoint and not may_lack:
             raise no_checkpoint_error(folder)
-    nemo_check_resume(
-        trainer,
-        log_dir,
-        resume_if_exists,
-        resume_past_end,
-        resume_ignore_no_checkpoint,
-        dirpath,
-        resume_from_checkpoint,
-    )
+    nemo_check_resume(trainer, log_dir, if_exists, past_end, may_lack, dirpath, checkpoint)
 
 
 def no_checkpoint_error(folder: Path) -> UserError:
@@ -157,6 +150,8 @@ def launch_processes(trainer: Trainer | None) -> None:
     starts_others = isinstance(environment, LightningEnvironment)
     starts_others = starts_others and "LOCAL_RANK" not in os.environ
     if starts_others:
+        from nemo_aligner.servers.ports import find_free_port
+
         # Lightning's own choice may be taken by the time that it is used.
         os.environ.setdefault("MASTER_PORT", str(find_free_port()))
     if strategy.launcher is not None:

@@ -32,7 +32,7 @@ from nemo_aligner.core.endings import (
     progress,
     stand_in_for_rank_zero,
 )
-from nemo_aligner.launch import endings, watchdog_process
+from nemo_aligner.launch import endings
 from nemo_aligner.servers.control_group import JobStore, StoreLostError
 from nemo_aligner.training.stop_requests import SIGNALS, stop_requests
 
@@ -76,7 +76,7 @@ class Watchdog:
         name = f"rank {self.rank} of {self.size}"
         words = [str(os.getpid()), name, str(self.timeout_s / 2), str(ending_file() or "")]
         process = subprocess.Popen(
-            [sys.executable, "-I", "-S", watchdog_process.__file__, *words],
+            [sys.executable, "-I", "-S", f"{__file__[:-3]}_process.py", *words],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
         )

@@ -65,37 +65,25 @@ def share_positions(width: int, device: torch.device | None = None) -> Tensor:
     return take_share(torch.arange(width, device=device), 0)
 
 
-def _all_gather(x: Tensor, dim: int) -> Tensor:
-    size = parallel_state.get_context_parallel_world_size()
-    group = parallel_state.get_context_parallel_group()
-    x = x.contiguous()
-    shares = [torch.empty_like(x) for _ in range(size)]
-    dist.all_gather(shares, x, group=group)
-    early, late = zip(*(share.chunk(2, dim) for share in shares), strict=True)
-    return torch.cat([*early, *reversed(late)], dim)
-
-
-def _reduce_scatter(x: Tensor, dim: int) -> Tensor:
-    size = parallel_state.get_context_parallel_world_size()
-    chunks = x.chunk(2 * size, dim)
-    shares = [_share(chunks, rank, dim) for rank in range(size)]
-    mine = torch.empty_like(shares[0])
-    dist.reduce_scatter(mine, shares, group=parallel_state.get_context_parallel_group())
-    return mine
-
-
 class _GatherShares(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, sum_gradients: bool) -> Tensor:
         ctx.dim, ctx.sum_gradients = dim, sum_gradients
-        return _all_gather(x, dim)
+        x = x.contiguous()
+        size = parallel_state.get_context_parallel_world_size()
+        shares = [torch.empty_like(x) for _ in range(size)]
+        dist.all_gather(shares, x, group=parallel_state.get_context_parallel_group())
+        early, late = zip(*(share.chunk(2, dim) for share in shares), strict=True)
+        return torch.cat([*early, *reversed(late)], dim)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None]:
-        gradient = (
-            _reduce_scatter(grad_output, ctx.dim)
-            if ctx.sum_gradients
-            else take_share(grad_output, ctx.dim)
-        )
-        return gradient, None, None
+        if not ctx.sum_gradients:
+            return take_share(grad_output, ctx.dim), None, None
+        size = parallel_state.get_context_parallel_world_size()
+        chunks = grad_output.chunk(2 * size, ctx.dim)
+        shares = [_share(chunks, rank, ctx.dim) for rank in range(size)]
+        mine = torch.empty_like(shares[0])
+        dist.reduce_scatter(mine, shares, group=parallel_state.get_context_parallel_group())
+        return mine, None, None

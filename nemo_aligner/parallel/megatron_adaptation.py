@@ -20,6 +20,7 @@ import dis
 import functools
 import importlib.util
 import inspect
+import re
 import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -272,131 +273,72 @@ REPLACED_FOR_NATIVE_ADAM = [
     ),
 ]
 
-_DECODING = "megatron_switches.decoding_mode"
-_LAYERS = "models/nlp/gpt/megatron_layers.py"
 
-SWITCHED = [
-    *_touched(
-        _DECODING,
-        "generation does not split sequences while they grow",
-        f"""
-        megatron.core.model_parallel_config:ModelParallelConfig.sequence_parallel
-        {_EMBEDDINGS}.language_model_embedding:LanguageModelEmbedding.scatter_to_sequence_parallel
-        {_EMBEDDINGS}.language_model_embedding:LanguageModelEmbedding.reduce_scatter_embeddings
-        megatron.core.tensor_parallel.layers:ColumnParallelLinear.sequence_parallel
-        megatron.core.tensor_parallel.layers:RowParallelLinear.sequence_parallel
-        megatron.core.tensor_parallel.layers:VocabParallelEmbedding.reduce_scatter_embeddings
-        """,
-    ),
-    *_touched(
-        _DECODING,
-        "generation computes as with one context-parallel rank",
-        f"""
-        megatron.core.model_parallel_config:ModelParallelConfig.context_parallel_size
-        {_EMBEDDINGS}.rotary_pos_embedding:RotaryEmbedding.cp_group
-        transformer_engine.pytorch:DotProductAttention.set_context_parallel_group
-        """,
-    ),
-    *_touched(
-        _DECODING,
-        "the cache of embeddings knows their length alone, not the context-parallel ranks",
-        f"""
-        {_EMBEDDINGS}.rotary_pos_embedding:RotaryEmbedding.forward.cache_clear
-        {_EMBEDDINGS}.yarn_rotary_pos_embedding:YarnRotaryEmbedding.forward.cache_clear
-        """,
-    ),
-    *_touched(
-        _LAYERS,
-        "autograd refuses the bias that is added in place to a sum over one rank",
-        "megatron.core.tensor_parallel.layers:RowParallelLinear.explicit_expert_comm",
-    ),
-    *_touched(
-        _LAYERS,
-        "built for all experts of a layer, so that weights do not depend on the split",
-        """
-        megatron.core.transformer.moe.experts:SequentialMLP.local_experts
-        megatron.core.transformer.moe.experts:SequentialMLP.num_local_experts
-        """,
-    ),
-    *_touched(
-        f"{_LAYERS} and gpt_reward_model.py",
-        "reads the mark `sequence_parallel` of a weight; norms and heads of ours carry it",
-        "megatron.core.distributed.finalize_model_grads:"
-        "_allreduce_non_tensor_model_parallel_grads",
-    ),
-    *_touched(
-        "megatron_switches.shapes_exchanged",
-        "micro-batches of one pass differ in shape, those of another pass do not",
-        "megatron.core:ModelParallelConfig.variable_seq_lengths",
-    ),
-    *_touched(
-        "megatron_switches.all_weights_named",
-        "a checkpoint would name the bf16 weights alone, and miss those of a float32 head",
-        "megatron.core.optimizer.optimizer:Float16OptimizerWithFloat16Params.float16_groups",
-    ),
-    *_touched(
-        "megatron_switches.groups_in_order",
-        "matches parameter groups by settings, which groups of different dtype may share",
-        "megatron.core.optimizer.optimizer:MegatronOptimizer._filter_and_reorder_param_groups",
-    ),
-    *_touched(
-        "megatron_switches.places_without_padding",
-        "counts the padding between buckets, which a checkpoint's gathered state has not",
-        "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBuffer.param_index_map",
-    ),
-    *_touched(
-        "training/optim.py",
-        "reads the mark `allreduce` of a weight: False gives it the optimizer of the experts",
-        "megatron.core.distributed:DistributedDataParallel.__init__",
-    ),
-    *_touched(
-        "megatron_switches.take_balance_table",
-        "the table of balance losses is read and emptied",
-        """
-        megatron.core.transformer.moe.moe_utils:get_moe_layer_wise_logging_tracker
-        megatron.core.transformer.moe.moe_logging:destroy_moe_metrics_tracker
-        """,
-    ),
-    *_touched(
-        "checkpoint/data_only.py",
-        "objects of a checkpoint are unpickled: they are read as data first",
-        "torch.distributed.checkpoint.default_planner:DefaultLoadPlanner.load_bytes",
-    ),
-]
+def _table(text: str) -> list[Touched]:
+    """From paragraphs `where | reason`, with the names in indented lines below."""
+    entries = re.findall(r"^(\S.*?) \| (.*?)\n((?: +\S+\n)+)", text, re.MULTILINE | re.DOTALL)
+    return [each for where, why, names in entries for each in _touched(where, why, names)]
 
-PRIVATE = [
-    *_touched(
-        "checkpoint/data_only.py",
-        "read: the name of a checkpoint's table of contents",
-        "torch.distributed.checkpoint.filesystem:_metadata_fn",
-    ),
-    *_touched(
-        "checkpoint/torch_dist_stream.py",
-        "called: a part of a tar file is read as a file",
-        "torch.distributed.checkpoint.utils:_create_file_view",
-    ),
-    *_touched(
-        "models/nlp/gpt/gpt_reward_model.py",
-        "overridden: the head of a reward model stands in the place of the output layer",
-        "megatron.core.models.gpt.gpt_model:GPTModel._postprocess",
-    ),
-    *_touched(
-        _LAYERS,
-        "overridden: there is no expert bias, and asking for it starts a C++ compiler",
-        "megatron.core.transformer.moe.router:TopKRouter._apply_expert_bias",
-    ),
-    *_touched(
-        "checkpoint/dist_ckpt.py",
-        "called: plans a checkpoint that is written without further processes",
-        "megatron.core.dist_checkpointing.strategies.torch:"
-        "_replace_state_dict_keys_with_sharded_keys",
-    ),
-    *_touched(
-        "data/nlp/sources.py",
-        "read: tells an index from another file, where Megatron Core asserts",
-        "megatron.core.datasets.indexed_dataset:_INDEX_HEADER",
-    ),
-]
+
+SWITCHED = _table(f"""
+megatron_switches.decoding_mode | generation does not split sequences while they grow
+    megatron.core.model_parallel_config:ModelParallelConfig.sequence_parallel
+    {_EMBEDDINGS}.language_model_embedding:LanguageModelEmbedding.scatter_to_sequence_parallel
+    {_EMBEDDINGS}.language_model_embedding:LanguageModelEmbedding.reduce_scatter_embeddings
+    megatron.core.tensor_parallel.layers:ColumnParallelLinear.sequence_parallel
+    megatron.core.tensor_parallel.layers:RowParallelLinear.sequence_parallel
+    megatron.core.tensor_parallel.layers:VocabParallelEmbedding.reduce_scatter_embeddings
+megatron_switches.decoding_mode | generation computes as with one context-parallel rank
+    megatron.core.model_parallel_config:ModelParallelConfig.context_parallel_size
+    {_EMBEDDINGS}.rotary_pos_embedding:RotaryEmbedding.cp_group
+    transformer_engine.pytorch:DotProductAttention.set_context_parallel_group
+megatron_switches.decoding_mode | the cache of embeddings knows their length alone, not the ranks
+    {_EMBEDDINGS}.rotary_pos_embedding:RotaryEmbedding.forward.cache_clear
+    {_EMBEDDINGS}.yarn_rotary_pos_embedding:YarnRotaryEmbedding.forward.cache_clear
+models/nlp/gpt/megatron_layers.py | autograd refuses the bias that is added in place to a sum over
+one rank
+    megatron.core.tensor_parallel.layers:RowParallelLinear.explicit_expert_comm
+models/nlp/gpt/megatron_layers.py | built for all experts of a layer, so that weights do not depend
+on the split
+    megatron.core.transformer.moe.experts:SequentialMLP.local_experts
+    megatron.core.transformer.moe.experts:SequentialMLP.num_local_experts
+models/nlp/gpt/megatron_layers.py | reads the mark `sequence_parallel` of a weight; norms of ours,
+and heads of gpt_reward_model.py, carry it
+    megatron.core.distributed.finalize_model_grads:_allreduce_non_tensor_model_parallel_grads
+megatron_switches.shapes_exchanged | micro-batches of one pass differ in shape, others do not
+    megatron.core:ModelParallelConfig.variable_seq_lengths
+megatron_switches.all_weights_named | a checkpoint would miss the weights of a float32 head
+    megatron.core.optimizer.optimizer:Float16OptimizerWithFloat16Params.float16_groups
+megatron_switches.groups_in_order | matches groups by settings, which several of them may share
+    megatron.core.optimizer.optimizer:MegatronOptimizer._filter_and_reorder_param_groups
+megatron_switches.places_without_padding | counts the padding between buckets, which a checkpoint's
+gathered state has not
+    megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBuffer.param_index_map
+training/optim.py | reads the mark `allreduce` of a weight: False gives it the optimizer of the
+experts
+    megatron.core.distributed:DistributedDataParallel.__init__
+megatron_switches.take_balance_table | the table of balance losses is read and emptied
+    megatron.core.transformer.moe.moe_utils:get_moe_layer_wise_logging_tracker
+    megatron.core.transformer.moe.moe_logging:destroy_moe_metrics_tracker
+checkpoint/data_only.py | objects of a checkpoint are unpickled: they are read as data first
+    torch.distributed.checkpoint.default_planner:DefaultLoadPlanner.load_bytes
+""")
+
+PRIVATE = _table("""
+checkpoint/data_only.py | read: the name of a checkpoint's table of contents
+    torch.distributed.checkpoint.filesystem:_metadata_fn
+checkpoint/torch_dist_stream.py | called: a part of a tar file is read as a file
+    torch.distributed.checkpoint.utils:_create_file_view
+models/nlp/gpt/gpt_reward_model.py | overridden: a head stands in the place of the output layer
+    megatron.core.models.gpt.gpt_model:GPTModel._postprocess
+models/nlp/gpt/megatron_layers.py | overridden: there is no expert bias, and asking for it starts a
+C++ compiler
+    megatron.core.transformer.moe.router:TopKRouter._apply_expert_bias
+checkpoint/dist_ckpt.py | called: plans a checkpoint that is written without further processes
+    megatron.core.dist_checkpointing.strategies.torch:_replace_state_dict_keys_with_sharded_keys
+data/nlp/sources.py | read: tells an index from another file, where Megatron Core asserts
+    megatron.core.datasets.indexed_dataset:_INDEX_HEADER
+""")
 
 TOUCHED = [*REMAPPED_CONSTANTS, *REPLACED, *REPLACED_FOR_NATIVE_ADAM, *SWITCHED, *PRIVATE]
 

@@ -216,7 +216,7 @@ class _Scores(torch.autograd.Function):
         local_sum = shard.per_token(0.0)
         second = shard.per_token(0.0)  # the sum for the entropy, or that of the rest
         for block in shard.blocks():
-            x = shard.real(logits[block])
+            x = logits[block][..., : shard.width]
             local_max[block] = x.amax(-1)
             index, here = shard.places(candidates[block])
             chosen[block] = torch.where(here, x.gather(-1, index).to(shard.dtype), -torch.inf)
@@ -258,11 +258,12 @@ class _Scores(torch.autograd.Function):
         shard, rest_of, count = ctx.shard, ctx.rest_of, candidates.shape[-1]
         # `detach` shares the count of writes, so another node that saved the logits raises.
         grad = logits.detach() if ctx.overwrite_logits else torch.empty_like(logits)
-        shard.clear_unreal(grad)
+        grad[:, shard.columns :].zero_()  # nothing is computed there, nor of padding
+        grad[..., shard.width :].zero_()
         if grad_scores is None:
             grad_scores = shard.per_token(0.0, count + bool(rest_of))
         else:
-            grad_scores = shard.cropped(grad_scores)
+            grad_scores = grad_scores[:, : shard.columns]
         unused = (grad_scores == 0).all(-1)
         # The gradient is exp(s) (slope s + offset), plus that of the chosen logits.
         scale = -1.0 / (total * shard.temperature)
@@ -271,13 +272,13 @@ class _Scores(torch.autograd.Function):
         if grad_scores.shape[-1] > 1:
             offset = -grad_scores.sum(-1) / total
         if grad_entropy is not None:
-            grad_entropy = shard.cropped(grad_entropy)
+            grad_entropy = grad_entropy[:, : shard.columns]
             unused &= grad_entropy == 0
             slope, offset = scale * grad_entropy, offset - scale * grad_entropy * mean
         if rest_of:  # a rest without a token has no gradient
             rest_slope = torch.where(others[0] > 0, grad_scores[..., count] / others[0], 0.0)
         for block in shard.blocks():
-            s = shard.shifted(shard.real(logits[block]), maximum[block])
+            s = shard.shifted(logits[block][..., : shard.width], maximum[block])
             index, here = shard.places(candidates[block])
             at_offset = offset[block].unsqueeze(-1)
             if slope is not None:
@@ -293,7 +294,7 @@ class _Scores(torch.autograd.Function):
             result.scatter_add_(-1, index, at_chosen)
             # Selected, not multiplied: what is not used may be NaN, and 0 * NaN is NaN.
             result.masked_fill_(unused[block].unsqueeze(-1), 0.0)
-            shard.real(grad[block]).copy_(result)
+            grad[block][..., : shard.width].copy_(result)
         return grad, None, None, None, None, None
 
 
@@ -311,7 +312,7 @@ class VocabShard:
         self.temperature = temperature
         self.dtype = torch.promote_types(logits.dtype, torch.float32)
         self._rows, self._all_columns, width = logits.shape
-        self._columns, self._device = columns, logits.device
+        self.columns, self._device = columns, logits.device
         self._group = parallel_state.get_tensor_model_parallel_group()
         self._several_ranks = parallel_state.get_tensor_model_parallel_world_size() > 1
         self.first = parallel_state.get_tensor_model_parallel_rank() * width
@@ -323,35 +324,22 @@ class VocabShard:
             return
         elements = CHUNK_ELEMENTS_GPU if self._device.type == "cuda" else CHUNK_ELEMENTS
         tokens = max(1, elements // self.width)
-        columns = max(1, min(self._columns, tokens))  # neighbours in memory
+        columns = max(1, min(self.columns, tokens))  # neighbours in memory
         rows = tokens // columns
         for row in range(0, self._rows, rows):
-            for column in range(0, self._columns, columns):
-                yield slice(row, row + rows), slice(column, min(column + columns, self._columns))
+            for column in range(0, self.columns, columns):
+                yield slice(row, row + rows), slice(column, min(column + columns, self.columns))
 
     def per_token(self, value: float, *each: int) -> Tensor:
         """[B, columns, *each] filled with `value`."""
         return torch.full(
-            (self._rows, self._columns, *each), value, dtype=self.dtype, device=self._device
+            (self._rows, self.columns, *each), value, dtype=self.dtype, device=self._device
         )
-
-    def cropped(self, tensor: Tensor) -> Tensor:
-        """[B, W/CP, ..] -> [B, columns, ..]."""
-        return tensor[:, : self._columns]
 
     def padded(self, tensor: Tensor) -> Tensor:
         """[B, columns, ..] -> [B, W/CP, ..], filled with 0."""
         behind = (0, 0) * (tensor.dim() - 2)
-        return torch.nn.functional.pad(tensor, (*behind, 0, self._all_columns - self._columns))
-
-    def real(self, block: Tensor) -> Tensor:
-        """A block without the padding of the vocabulary."""
-        return block[..., : self.width]
-
-    def clear_unreal(self, grad: Tensor) -> None:
-        """Zeros where nothing is computed: further columns and padding of the vocabulary."""
-        grad[:, self._columns :].zero_()
-        grad[..., self.width :].zero_()
+        return torch.nn.functional.pad(tensor, (*behind, 0, self._all_columns - self.columns))
 
     def shifted(self, x: Tensor, maximum: Tensor) -> Tensor:
         """s = (x - maximum) / temperature in `dtype`, in new memory."""
@@ -427,7 +415,7 @@ def top_logits(
     ids = torch.zeros_like(values, dtype=torch.int64)
     local_sum = shard.per_token(0.0)
     for block in shard.blocks():
-        x = shard.real(vocab_parallel_logits[block])
+        x = vocab_parallel_logits[block][..., : shard.width]
         largest, index = x.topk(here)
         values[block][..., :here] = largest
         ids[block][..., :here] = index + shard.first

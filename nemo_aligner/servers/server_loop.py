@@ -44,13 +44,12 @@ from nemo_aligner.core.errors import (
     ServerRequestError,
     cause_of,
 )
-from nemo_aligner.core.signals import caught
 from nemo_aligner.servers.admission import Access
 from nemo_aligner.servers.constants import ServerSignal
 from nemo_aligner.servers.control_group import ControlGroup, JobStore, StoreLostError
 from nemo_aligner.servers.schema import Arrays, Endpoint, Handler
 from nemo_aligner.servers.threads import in_thread, settle
-from nemo_aligner.training.stop_requests import REPEATED_S
+from nemo_aligner.training.stop_requests import REPEATED_S, caught
 
 CHECK_INTERVAL_S = 5.0  # between two looks at the host
 HEARTBEAT_S = 1.0  # between two announcements when idle

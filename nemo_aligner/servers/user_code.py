@@ -27,7 +27,7 @@ from typing import Any
 
 from nemo_aligner.core.endings import progress
 from nemo_aligner.core.errors import ConfigError, UserError
-from nemo_aligner.core.gpus import users_environment
+from nemo_aligner.parallel.environment import users_environment
 from nemo_aligner.servers import worker as worker_program
 from nemo_aligner.servers import worker_keeper
 from nemo_aligner.servers.threads import in_thread

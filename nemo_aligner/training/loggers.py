@@ -50,7 +50,7 @@ class CustomLoggerWrapper:
             self._folder = path.parent
 
     def log_hyperparams(self, params: Any) -> None:
-        self._call("log_hyperparams", params)
+        self.apply_fn("log_hyperparams", params)
 
     def log_metrics(
         self, metrics: Mapping[str, Any], step: int | None = None, prefix: str = ""
@@ -61,7 +61,7 @@ class CustomLoggerWrapper:
         named = {
             f"{prefix}{k}": _number(f"{prefix}{k}", v) for k, v in metrics.items() if v is not None
         }
-        self._call("log_metrics", named, step=step)
+        self.apply_fn("log_metrics", named, step=step)
         self._write("metrics", {"step": step, "time": time.time(), **named})
         self._report(False)
 
@@ -69,7 +69,7 @@ class CustomLoggerWrapper:
         """Log a table that grows from call to call; the file gets the new rows. The frame has all
         rows, or the newest with `index=pandas.RangeIndex(number of the first, ...)`.
         """
-        self._call("log_table", key=key, dataframe=dataframe, step=step)
+        self.apply_fn("log_table", key=key, dataframe=dataframe, step=step)
         if "tables" not in self._files:
             return
         dropped = getattr(dataframe.index, "start", 0)  # only a RangeIndex has one
@@ -92,17 +92,20 @@ class CustomLoggerWrapper:
         self, key: str, images: list[Any], step: int | None = None, **options: Any
     ) -> None:
         """Log images with the loggers that can; `options` (such as `caption`) are theirs."""
-        self._call("log_image", key=key, images=images, step=step, **options)
+        self.apply_fn("log_image", key=key, images=images, step=step, **options)
 
     def apply_fn(self, name_of_fn: str, *args: Any, **kwargs: Any) -> None:
         """Call the method `name_of_fn` of every logger that has it; writes no file."""
-        self._call(name_of_fn, *args, **kwargs)
+        for logger in self.loggers:
+            function = getattr(logger, name_of_fn, None)
+            if function is not None:
+                function(*args, **kwargs)
 
     def finalize(self, status: str = "success") -> None:
         """Flush and close, until the next call. `UserError`: names files whose waiting lines
         cannot be written.
         """
-        self._call("finalize", status)
+        self.apply_fn("finalize", status)
         problems = []
         for file in self._files.values():
             try:
@@ -114,12 +117,6 @@ class CustomLoggerWrapper:
         self._report(True)
         if problems:
             raise UserError(" ".join(problems))
-
-    def _call(self, method: str, *args: Any, **kwargs: Any) -> None:
-        for logger in self.loggers:
-            function = getattr(logger, method, None)
-            if function is not None:
-                function(*args, **kwargs)
 
     def _write(self, name: str, record: dict[str, Any]) -> None:
         if name in self._files:

@@ -45,7 +45,7 @@ from nemo_aligner.config.optim_rules import (
     unread_keys,
 )
 from nemo_aligner.core.errors import ConfigError, NonFiniteError
-from nemo_aligner.core.interfaces import Optimizer, Scheduler, Trainable
+from nemo_aligner.core.interfaces import Optimizer, Scheduler
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.device import get_device
 
@@ -392,15 +392,16 @@ def learning_rate(optimizer: Optimizer) -> float:
 
 
 def train_on_batch(
-    model: Trainable,
+    model: Any,
     optimizer: Optimizer,
     scheduler: Scheduler,
     batch: Any,
     clip_val: float | None,
 ) -> dict[str, Any]:
-    """One optimizer update on a global batch, of which each rank has its share; all ranks call it.
-    Returns the model's metrics, `loss`, `lr` (that of this update) and, with clipping,
-    `grad_norm`. `NonFiniteError`: loss or gradient is NaN or infinite; no weight has changed.
+    """One optimizer update of a `SupervisedInterface` on a global batch, of which each rank has
+    its share; all ranks call it. Returns the model's metrics, `loss`, `lr` (that of this update)
+    and, with clipping, `grad_norm`. `NonFiniteError`: loss or gradient is NaN or
+    infinite; no weight has changed.
     """
     optimizer.zero_grad()
     model.prepare_for_training_step()

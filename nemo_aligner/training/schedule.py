@@ -3,7 +3,7 @@
 """Arithmetic of a training loop: steps per epoch, and when to validate, save and stop."""
 
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any
 
 from nemo.utils import logging
 from omegaconf import DictConfig
@@ -48,25 +48,6 @@ def interval_in_steps(key: str, interval: int | float, steps_per_epoch: int) -> 
     return compute_limit_batches(steps_per_epoch, interval)
 
 
-class BatchLoader(Protocol):
-    """A data loader whose batch sampler is one of `data/nlp/samplers.py`."""
-
-    batch_sampler: Any
-
-    def __iter__(self) -> Iterator[Any]:
-        """The batches from `batch_sampler.consumed_samples` to the end of the epoch."""
-
-
-class Counters(Protocol):
-    consumed_samples: int
-    step: int
-    max_steps: int
-
-    @property
-    def sampler_start(self) -> int:
-        """`consumed_samples` of a sampler that goes on where the trainer stands in the data."""
-
-
 def compute_num_steps_per_epoch(
     sampler: PromptSampler, limit_train_batches: int | float | None = 1.0
 ) -> int:
@@ -104,8 +85,10 @@ def warn_of_unreachable_steps(section: str, cfg: Any, reached: int, steps_per_ep
     )
 
 
-def endless_batches(dataloader: BatchLoader, counters: Counters) -> Iterator[Any]:
-    """The batches, epoch after epoch, from the trainer's position; `UserError`: there is none."""
+def endless_batches(dataloader: Any, counters: Any) -> Iterator[Any]:
+    """The batches, epoch after epoch, of a loader with a sampler of `data/nlp/samplers.py`, from
+    the position of a trainer (`counters`) on; `UserError`: there is none.
+    """
     while True:
         # Set here: the sampler of a loader with workers runs ahead of the training.
         dataloader.batch_sampler.consumed_samples = counters.sampler_start
@@ -150,7 +133,7 @@ def check_progress(
 
 
 def supervised_max_steps(
-    trainer_cfg: DictConfig, train_dataloader: BatchLoader, more_steps: int = 0
+    trainer_cfg: DictConfig, train_dataloader: Any, more_steps: int = 0
 ) -> int:
     """Optimizer updates of a supervised job, the horizon of its learning rate, from its complete
     section `trainer.sft`, ... (`max_iterations`, of SPIN: repetitions of its epochs) and the

@@ -5,7 +5,7 @@ the time limit. Imports nothing heavy.
 
 A request in a step waits for its end, where all ranks agree on it, save and leave. One before the
 first step, and a second SIGTERM or Ctrl-C, end the process at once. Servers have their own way
-(`servers/server_loop.py`).
+(`servers/server_loop.py`), with the same `caught`.
 """
 
 import contextlib
@@ -15,11 +15,10 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from nemo_aligner.core.endings import ExitCode, JobStopped, note_ending, progress
-from nemo_aligner.core.signals import caught
 from nemo_aligner.parallel.environment import is_rank_zero
 
 if TYPE_CHECKING:
@@ -49,8 +48,6 @@ class StopRequests:
         self._saves = True
         self._has_left = False
         self._first: dict[signal.Signals, float] = {}  # when each came
-        self._last_boundary = 0.0
-        self._step_s: float | None = None  # of the step before
         self._is_job = False
         self._exit: Callable[[ExitCode, int], object] = lambda _code, _number: None
 
@@ -99,19 +96,16 @@ class StopRequests:
         if self.received is None:
             self.received = number
             if is_rank_zero():
-                _say(self._announcement(number, now))
+                _say(self._announcement(number))
 
-    def _announcement(self, number: signal.Signals, now: float) -> str:
+    def _announcement(self, number: signal.Signals) -> str:
         name = _name(number)
         if self.step == self.max_steps:
             return f"{name}: the job has made its last step and ends by itself."
         what = "saves" if self._saves else "does not save (save_interval)"
-        text = f"{name}: the job {what} and ends after the running step"
-        if self._step_s is not None:
-            left = max(self._last_boundary + self._step_s - now, 0.0)
-            text += f", in about {left:.0f} s by the step before"
         again = name if number == signal.SIGINT else signal.SIGTERM.name
-        return f"{text}. A second {again} ends it at once."
+        text = f"{name}: the job {what} and ends after the running step."
+        return f"{text} A second {again} ends it at once."
 
     def _end_at_once(self, number: signal.Signals, reason: str) -> None:
         code, text = ExitCode.PRE_EMPTED, f"the job ends at once, without saving. {AGAIN}"
@@ -129,7 +123,6 @@ class StopRequests:
     def in_loop(self, step: int, max_steps: int, saves: bool) -> Iterator[None]:
         """Inside, a request waits for the end of the running step; `step` are finished."""
         self.step, self.max_steps, self._saves = step, max_steps, saves
-        self._step_s, self._last_boundary = None, time.monotonic()
         self._in_loop = True
         try:
             with progress.expected():
@@ -139,9 +132,7 @@ class StopRequests:
 
     def after_step(self, step: int, run_timer: "RunTimer") -> JobStopped | None:
         """Why the job ends after `step` finished steps, equal on every rank; None: it does not."""
-        now = time.monotonic()
-        self.has_trained = True
-        self.step, self._step_s, self._last_boundary = step, now - self._last_boundary, now
+        self.has_trained, self.step = True, step
         return self._stop(self.received or (TIME_IS_OVER if run_timer.is_finished() else 0))
 
     def signalled(self) -> JobStopped | None:
@@ -194,3 +185,75 @@ def _say(text: str) -> None:
 
 
 stop_requests = StopRequests()
+
+
+# ---------------------------------------------------------------------- signals as bytes in a pipe
+
+
+_caught: frozenset[int] = frozenset()  # what `caught` has handlers for now
+_forking = threading.local()  # `mask`: of the thread that forks, from before it
+
+
+@contextlib.contextmanager
+def caught(
+    numbers: Iterable[int],
+    ignored: Iterable[int] = (),
+    restore: Callable[[], bool] = lambda: True,
+) -> Iterator[int]:
+    """Yield the end of a pipe from which the numbers of these signals can be read. They do nothing
+    else inside; a Ctrl-C that a shell keeps from jobs in its background stays ignored. Outside of
+    the main thread no signal is caught or ignored. Processes that start inside ignore `ignored`
+    too. `restore` is asked at the end; False leaves the signals without any effect. A process that
+    is forked inside is ended by SIGTERM and ignores the others.
+    """
+    global _caught
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)
+    before, handlers = _caught, {}
+    if threading.current_thread() is threading.main_thread():
+        handlers = {
+            number: signal.signal(number, lambda *_: None)
+            for number in numbers
+            if number != signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN
+        }
+        old_fd = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+        _caught = before | handlers.keys()
+        handlers |= {number: signal.signal(number, signal.SIG_IGN) for number in ignored}
+    try:
+        yield read_end
+    finally:
+        if handlers:
+            signal.set_wakeup_fd(-1)
+            if restore():
+                _caught = before
+                signal.set_wakeup_fd(old_fd)
+                for number, handler in handlers.items():
+                    signal.signal(number, handler)
+        os.close(read_end)
+        os.close(write_end)
+
+
+def _before_fork() -> None:
+    """Hold back what reaches the child before `_in_child`: its pipe is still the parent's."""
+    if _caught:
+        _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, _caught)
+
+
+def _after_fork() -> None:
+    if hasattr(_forking, "mask"):
+        signal.pthread_sigmask(signal.SIG_SETMASK, _forking.mask)
+        del _forking.mask
+
+
+def _in_child() -> None:
+    global _caught
+    if _caught:
+        signal.set_wakeup_fd(-1)
+        for number in _caught:
+            is_end = number == signal.SIGTERM
+            signal.signal(number, signal.SIG_DFL if is_end else signal.SIG_IGN)
+        _caught = frozenset()
+    _after_fork()
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_in_child)

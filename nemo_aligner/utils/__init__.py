@@ -13,7 +13,7 @@ from typing import Any
 
 # Door -> the modules that have its names; `A=module:B`: `A` is now `B`. All below `nemo_aligner`.
 DOORS = {
-    "losses": "core.distillation core.estimators core.losses core.preference",
+    "losses": "core.estimators core.losses core.preference",
     "metrics": "core.metrics launch.script_steps",
     "metrics.common": "launch.script_steps",
     "models.nlp.gpt.rewards_in_place_of_critic": (

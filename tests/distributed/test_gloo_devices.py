@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from nemo_aligner.parallel import parallel_state, rendezvous
-from nemo_aligner.parallel.rendezvous import share_gloo_devices
+from nemo_aligner.parallel import parallel_state
+from nemo_aligner.parallel.parallel_state import share_gloo_devices
 from tests.distributed.launcher import run_ranks
 from tests.patience import wait_until
 
@@ -64,7 +64,7 @@ def test_which_groups_have_devices_of_their_own(monkeypatch):
     groups = []
     share_gloo_devices()
     share_gloo_devices()
-    monkeypatch.setattr(rendezvous, "_devices", {})
+    monkeypatch.setattr(parallel_state, "_devices", {})
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     must_open(1)
     must_open(0)

@@ -7,7 +7,6 @@ behind.
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -19,17 +18,11 @@ import torch.distributed as dist
 from tests.distributed.launcher import progress, run_ranks
 from tests.patience import wait_until
 
-ROOT = Path(__file__).resolve().parents[2]
-
 
 def _sum_of_ranks(scale):
     x = torch.tensor([dist.get_rank() + 1.0]) * scale
     dist.all_reduce(x)
     return dist.get_rank(), x.item()
-
-
-def _environment():
-    return os.environ.get("TEST_OF_THE_LAUNCHER"), os.environ["RANK"]
 
 
 def _one_raises_while_the_other_waits():
@@ -49,14 +42,6 @@ def _sleep_with_a_child(folder):
     (Path(folder) / f"{dist.get_rank()}.tmp").write_text(f"{os.getpid()} {child.pid}")
     os.replace(Path(folder) / f"{dist.get_rank()}.tmp", Path(folder) / f"{dist.get_rank()}.pids")
     time.sleep(300)
-
-
-def _one_hangs_while_the_other_waits():
-    progress("the first half")
-    if dist.get_rank() == 0:
-        progress("the second half")
-        time.sleep(300)
-    dist.barrier()
 
 
 def _work_longer_than_the_limit():
@@ -86,13 +71,6 @@ def test_results_by_rank_and_no_folder_left(tmp_path, monkeypatch):
     assert not list(tmp_path.glob("ranks-*"))
 
 
-def test_ranks_have_the_environment_of_their_test(monkeypatch):
-    monkeypatch.setenv("TEST_OF_THE_LAUNCHER", "one")
-    assert run_ranks(_environment, 2, 60) == [("one", "0"), ("one", "1")]
-    monkeypatch.delenv("TEST_OF_THE_LAUNCHER")
-    assert run_ranks(_environment, 1, 60) == [(None, "0")]
-
-
 def test_traceback_of_the_failing_rank_comes_first():
     with pytest.raises(
         RuntimeError,
@@ -118,36 +96,5 @@ def test_limit_kills_ranks_and_their_children(tmp_path, impatient):
     _wait_for_the_end_of(tmp_path)
 
 
-@pytest.mark.full  # how it says so; above, that it strikes
-def test_limit_names_the_last_sign_of_life_and_shows_stacks(impatient):
-    with pytest.raises(TimeoutError) as caught:
-        run_ranks(_one_hangs_while_the_other_waits, 2, 3)
-    text = str(caught.value)
-    head, *stacks = text.split("Stacks of ")
-    assert "limit: no sign of life for 3 s. The last ones:\n  rank" in head
-    assert head.count("s ago: the second half") == head.count("s ago: the first half") == 1
-    assert sorted(stack.split(":")[0] for stack in stacks) == ["rank0", "rank1"]
-    assert all("in _one_hangs_while_the_other_waits" in stack for stack in stacks)
-    assert "Connection closed" not in text  # what a rank says whose peer was killed
-
-
 def test_slow_ranks_that_report_progress_are_left_alone():
     assert run_ranks(_work_longer_than_the_limit, 2, 2) == [0, 1]
-
-
-@pytest.mark.full  # of the tests themselves alone
-def test_ranks_end_with_a_test_run_that_is_killed(tmp_path):
-    program = (
-        "from tests import warm_start\n"
-        "from tests.distributed import launcher, test_launcher\n"
-        "if __name__ == '__main__':\n"
-        "    warm_start.PRELOADED.clear()\n"
-        f"    launcher.run_ranks(test_launcher._sleep_with_a_child, 2, 300, {str(tmp_path)!r})\n"
-    )
-    run = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT)
-    try:
-        wait_until(lambda: len(list(tmp_path.glob("*.pids"))) == 2, 60, "two ranks")
-    finally:
-        run.kill()
-        run.wait()
-    _wait_for_the_end_of(tmp_path)

@@ -3,8 +3,7 @@
 """Log-probs, entropy and candidates over slices of the vocabulary and shares of the positions,
 against one dense softmax.
 
-CP2 and TP2 x CP2 on four real gloo ranks, in one launch (TP2:
-tests/distributed/test_collectives.py).
+CP2 and TP2 x CP2 on four real gloo ranks, in one launch.
 """
 
 import torch

@@ -16,7 +16,6 @@ import pytest
 from chat_models import (
     Sampling,
     ServedChatModel,
-    TextForm,
     Turn,
     read_api_key,
     text_form,
@@ -25,7 +24,6 @@ from constitutional import (
     Generator,
     Progress,
     read_judgement,
-    split,
     stream_seed,
 )
 from nemo.collections.common.tokenizers.bytelevel_tokenizers import ByteLevelTokenizer
@@ -312,16 +310,6 @@ def test_an_empty_response_leaves_its_prompt_out(tmp_path, monkeypatch, capsys):
         assert len(server.requests) == before
 
 
-def test_what_the_server_refuses_is_left_out_if_asked_for(tmp_path, monkeypatch, capsys):
-    def refuses_1(messages, fields):
-        bad = any(m["content"] == "bad 1" for m in messages)
-        return (400, b"too long") if bad else echo(messages, fields)
-
-    with ChatServer(refuses_1) as server:
-        given = sl_arguments(tmp_path, server, "--skip-failed", count=3)
-        assert "2 conversations" in run(SL, monkeypatch, capsys, *given, folder=CAI)
-
-
 def test_requests_hold_the_settings_and_the_key(tmp_path, monkeypatch):
     sampling = Sampling(0.7, 0.9, 20, ("</s>",), top_k=5, repetition_penalty=1.2, min_tokens=2)
     key = tmp_path / "key"
@@ -493,60 +481,6 @@ def test_judgements_are_read():
         '{"rejected": 1}',
     ):
         assert read_judgement(text, 3) is None
-
-
-def test_parts_are_divided_by_their_shares():
-    results = [{"number": n} for n in range(10)]
-    parts = split(results, {"train": 0.8, "test": 0.2}, True, 1)
-    assert [len(part) for part in parts.values()] == [8, 2]
-    assert sorted(r["number"] for part in parts.values() for r in part) == list(range(10))
-    assert parts == split(results, {"train": 0.8, "test": 0.2}, True, 1)
-    assert parts != split(results, {"train": 0.8, "test": 0.2}, True, 2)
-    small = split(results[:2], {"train": 0.99, "test": 0.01}, False, 1)
-    assert [len(part) for part in small.values()] == [1, 1]
-    for shares in ({"a": 0.5}, {"a": 1.5, "b": -0.5}):
-        with pytest.raises(UserError, match="must be above 0 and add up to 1"):
-            split(results, shares, False, 1)
-    with pytest.raises(UserError, match="each needs one"):
-        split(results[:1], {"a": 0.5, "b": 0.5}, False, 1)
-
-
-def test_files_of_requests_have_their_form(tmp_path):
-    path = tmp_path / "c.json"
-    path.write_text(
-        json.dumps(
-            {
-                "harmful0": {
-                    "prompt": ["\n\nCritiqueRequest: find it.\n\nCritique:"],
-                    "edit_request": "\n\nRevisionRequest: mend it.\n\nRevision:",
-                }
-            }
-        )
-    )
-    assert constitutional.read_principles(str(path)) == [
-        constitutional.Principle("find it.", "mend it.")
-    ]
-    for content in ("{}", "[]", '{"a": {"prompt": []}}', "{"):
-        path.write_text(content)
-        with pytest.raises(UserError, match=r"c.json (must hold requests|cannot be read)"):
-            constitutional.read_principles(str(path))
-        with pytest.raises(UserError, match=r"c.json (must hold|cannot be read)"):
-            constitutional.read_few_shot(str(path))
-    assert constitutional.red_team_prompt({"prompt": " hello "}) == "hello"
-    with pytest.raises(UserError, match="there is no prompt"):
-        constitutional.red_team_prompt({"transcript": "Assistant: first"})
-
-
-def test_formats_of_messages():
-    form = TextForm("[U]{MESSAGE}[A]", "{MESSAGE}|", "[S]{MESSAGE}", "", "<s>")
-    messages = [{"role": "user", "content": "{x}"}, {"role": "assistant", "content": "y"}]
-    assert form.text(messages) == "<s>[S][U]{x}[A]y|"
-    assert form.text([{"role": "system", "content": "z"}, messages[0]]) == "<s>[S]z[U]{x}[A]"
-    assert TextForm().text(messages) == "{x}y"
-    with pytest.raises(UserError, match="must hold {MESSAGE} once"):
-        TextForm(user="hello")
-    with pytest.raises(UserError, match="no format for a message of the role 'system'"):
-        TextForm().text([{"role": "system", "content": "z"}])
 
 
 # --- the built-in engine ------------------------------------------------------------------------

@@ -4,9 +4,6 @@
 the layers use them, and the optimizer is the fused one.
 """
 
-import os
-import sys
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,9 +13,7 @@ from megatron.core.transformer.mlp import MLP
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 from nemo_aligner.models.nlp.gpt.megatron_layers import RMSNorm, SwiGLUMLP
 from nemo_aligner.parallel.cpu_operations import apply_rotary, rms_norm, swiglu
-from tests.patience import patience
 from tests.tiny_models import tiny_config
-from tests.warm_start import start_python
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -108,34 +103,3 @@ def test_a_llama_is_built_with_them(tiny_tokenizer_dir):
         group["fused"] = None
     inner.load_state_dict(state)
     assert all(group["fused"] for group in inner.param_groups)
-
-
-FAULTS = """
-import resource, torch
-from nemo_aligner.parallel.device import keep_freed_memory
-keep_freed_memory()
-torch.set_num_threads(1)
-def faults():
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    torch.ones(2**24)  # 64 MiB: 16384 pages
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-# glibc before 2.38 keeps up to 7 remainders of aligned blocks apart, and the freed blocks beside
-# them fit no block of their own size until these are used up.
-print([faults() for _ in range(16)][-1])
-"""
-
-
-@pytest.mark.full
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="of glibc")
-def test_freed_memory_is_used_again(monkeypatch, tmp_path):
-    def faults():
-        job = start_python([script], os.environ, tmp_path, log)
-        assert job.wait(patience(60)) == 0, log.read_text()
-        return int(log.read_text().split()[-1])
-
-    script, log = tmp_path / "faults.py", tmp_path / "faults.log"
-    script.write_text(FAULTS)
-    assert faults() < 1000
-    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "131072")  # a user's choice
-    assert faults() > 10000

@@ -78,13 +78,6 @@ def test_products_and_their_gradients_are_those_of_pytorch():
     assert done.stdout == "checked\n", done.stderr
 
 
-@pytest.mark.parametrize("capability, found", [("AVX512", True), ("AVX2", False)])
-def test_what_pytorch_says_of_avx512(monkeypatch, capability, found):
-    assert torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "AVX2", "AVX512")
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
-    assert cpu_operations.has_avx512() is found
-
-
 @pytest.mark.parametrize("dtype, bound", [(torch.float32, 2e-6), (torch.bfloat16, 8e-3)])
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_a_packed_weight_multiplies_as_the_weight(dtype, bound, with_bias):

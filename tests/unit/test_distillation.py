@@ -4,14 +4,11 @@
 test_oracle_losses.py has the other libraries.
 """
 
-import math
-
 import pytest
 import torch
 
-from nemo_aligner.core.distillation import distillation_loss, divergence
 from nemo_aligner.core.estimators import DISTILLATION_LOSSES
-from nemo_aligner.core.losses import loss_weights
+from nemo_aligner.core.losses import distillation_loss, loss_weights
 from nemo_aligner.parallel.vocab_parallel import candidate_logprobs, top_logits
 
 B, S, V, K, BETA = 4, 7, 9, 3, 0.3
@@ -125,18 +122,6 @@ def test_scales_of_the_logits(name):
         batch.ours(K, True, target_logits_scale=2.0)
 
 
-def test_numbers_by_hand():
-    teacher, student = torch.tensor([[0.75, 0.25]]).log(), torch.tensor([[0.5, 0.5]]).log()
-    forward = 0.75 * math.log(1.5) + 0.25 * math.log(0.5)
-    backward = 0.5 * math.log(2 / 3) + 0.5 * math.log(2)
-    mixture = 0.75 * math.log(0.75 / 0.625) + 0.25 * math.log(0.25 / 0.375)
-    mixture = 0.5 * mixture + 0.5 * (0.5 * math.log(0.5 / 0.625) + 0.5 * math.log(0.5 / 0.375))
-    for name, expected in (("fwd_kl", forward), ("bwd_kl", backward), ("jsd", mixture)):
-        assert divergence(student, teacher, name).item() == pytest.approx(expected, rel=1e-6)
-    with pytest.raises(ValueError, match="kd_loss='l2' is unknown; choose one of fwd_kl, bwd_kl"):
-        divergence(student, teacher, "l2")
-
-
 @pytest.mark.parametrize("name", DISTILLATION_LOSSES)
 @pytest.mark.parametrize("bucket", [False, True])
 def test_a_student_that_is_its_teacher_has_no_loss_and_no_gradient(name, bucket):
@@ -148,20 +133,12 @@ def test_a_student_that_is_its_teacher_has_no_loss_and_no_gradient(name, bucket)
     assert metrics["teacher_mass"].item() == pytest.approx(mass.item(), rel=1e-5)
 
 
-def test_a_teacher_without_a_rest_gives_a_finite_loss():
-    batch = Batch()
-    batch.teacher = batch.teacher.clone()
-    batch.teacher[..., 0] += 80
-    for name in DISTILLATION_LOSSES:
-        loss, gradient, _ = batch.ours(2, True, kd_loss=name)
-        assert loss.isfinite() and gradient.isfinite().all()
-
-
-def test_a_student_without_a_rest_gives_a_finite_loss():
+@pytest.mark.parametrize("which", ["student", "teacher"])
+def test_a_model_without_a_rest_gives_a_finite_loss(which):
     """Its candidates are so likely that float32 has nothing left for the others."""
     batch = Batch()
     candidates = batch.teacher.topk(2, -1).indices
-    batch.student = batch.student.scatter(-1, candidates, 1000.0)
+    setattr(batch, which, getattr(batch, which).scatter(-1, candidates, 1000.0))
     for name in DISTILLATION_LOSSES:
         loss, gradient, _ = batch.ours(2, True, kd_loss=name)
         assert loss.isfinite() and gradient.isfinite().all(), name

@@ -13,7 +13,6 @@ from omegaconf import OmegaConf
 
 from nemo_aligner.checkpoint.folders import format_name, outdated, why_unranked
 from nemo_aligner.core.errors import UserError
-from nemo_aligner.launch import experiment
 from nemo_aligner.launch.experiment import (
     build_checkpoint_callback,
     build_logger,
@@ -33,21 +32,13 @@ def test_the_overview_names_the_job_and_no_key_of_its_base():
     base = {"restore_from_path": "hf", "data": {"train_ds": {"file_path": "c.jsonl"}}}
     ppo = {"advantage_estimator": "grpo", "reward_fn": "r.py:f"}
     cfg = {"trainer": {"ppo": ppo}, "pretrained_checkpoint": {"restore_from_path": "sft.nemo"}}
-    base["data"]["data_prefix"] = "p.jsonl"
-    rows = overview(
-        OmegaConf.create(cfg | {"model": base, "remote_critic_rm": {}}), "gpt_ppo_actor"
+    base |= {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 1}
+    cfg = OmegaConf.create(cfg | {"model": base})
+    assert overview(cfg, "gpt_ppo_actor") == (
+        "gpt_ppo_actor: trainer.ppo.advantage_estimator=grpo, trainer.ppo.reward_fn=r.py:f, "
+        "pretrained_checkpoint.restore_from_path=sft.nemo, model.tensor_model_parallel_size=2"
     )
-    shown = [rows[name].replace("trainer.ppo.", "") for name in ("job", "from", "data")]
-    assert shown == [
-        "gpt_ppo_actor, advantage_estimator=grpo, reward_fn=r.py:f",
-        "pretrained_checkpoint.restore_from_path=sft.nemo",
-        "model.data.data_prefix=p.jsonl",
-    ]
-    rows = overview(OmegaConf.create(cfg | {"model": base}), "gpt_ppo_critic")
-    assert rows["job"] == "gpt_ppo_critic" and "data" not in rows
-    rows = overview(OmegaConf.create({"trainer": {"sft": {}}, "model": base}), "gpt_sft")
-    assert rows["from"] == "model.restore_from_path=hf"
-    assert rows["data"] == "model.data.train_ds.file_path=c.jsonl"
+    assert "model.restore_from_path=hf" in overview(cfg, "gpt_sft")
 
 
 @pytest.mark.parametrize(
@@ -104,54 +95,22 @@ def test_without_experiment_manager_nothing_is_written_or_found(tmp_path, monkey
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_metrics_are_whole_after_any_number_of_resumes(tmp_path, monkeypatch):
-    """Starts that end at once, that die when `exp_manager` has moved the files and we have not
-    moved them back, in the middle of a line, or in the middle of putting the parts together.
-    """
-
-    class Death(BaseException):
-        pass
-
-    def die(*_arguments):
-        raise Death
-
-    cfg = OmegaConf.create(
-        {"trainer": {"devices": 1, "ppo": {}}, "exp_manager": {"explicit_log_dir": str(tmp_path)}}
-    )
-
-    def start(ends="well", step=None):
-        trainer = resolve_and_create_trainer(cfg, "ppo")
-        with monkeypatch.context() as patch:
-            if ends != "well":
-                patch.setattr(experiment, ends, die)
-            try:
-                folder = setup_experiment(trainer, cfg)
-            except Death:
-                return
-        logger = build_logger(trainer, folder)
+def test_metrics_are_whole_after_any_number_of_resumes(tmp_path):
+    """Each run is killed in the middle of a line; some end before their first step."""
+    for step in (1, None, 2, None, None, 3):
+        _trainer, logger = with_logger(tmp_path)
         if step is not None:
             logger.log_metrics({"a": step}, step=step)
             logger.log_samples("samples", [{"text": "x"}], step=step)
         with open(tmp_path / "metrics.jsonl", "a") as file:
-            file.write('{"step": 99, "a"')  # killed here
+            file.write('{"step": 99, "a"')
         logger.finalize()
-
-    start(step=1)
-    start("_keep_json_lines")
-    start("_keep_json_lines")
-    start(step=2)
-    start()
-    start("_keep_json_lines")
-    start(step=3)
-    start("write_durably")
-    start("_keep_json_lines")
-    start("write_durably")
-    start(step=4)
+    _trainer, logger = with_logger(tmp_path)
+    logger.log_metrics({"a": 4}, step=4)
+    logger.log_samples("samples", [{"text": "x"}], step=4)
     for name in ("metrics", "samples"):
         lines = (tmp_path / f"{name}.jsonl").read_text().splitlines()
-        lines = lines[:-1] if name == "metrics" else lines
         assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4]
-        assert not list(tmp_path.glob(f"run_*/{name}.jsonl"))
 
 
 def with_logger(folder, **options):
@@ -210,12 +169,6 @@ def test_a_logger_that_cannot_work_is_refused_in_two_lines(tmp_path, monkeypatch
     first, second = str(error.value).split("\n")
     assert "ValueError: either api_key should be set" in first
     assert second.endswith("(exp_manager.create_neptune_logger).")
-
-
-def test_lightning_gets_no_options_of_its_own_loops():
-    section = {"devices": 1, "gradient_clip_val": 0.5, "replace_sampler_ddp": False, "rs": {}}
-    trainer = resolve_and_create_trainer(OmegaConf.create({"trainer": section}), "rs")
-    assert trainer.gradient_clip_val is None
 
 
 class NoCheckpoints:

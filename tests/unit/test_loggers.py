@@ -45,14 +45,6 @@ def read(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_metrics_reach_every_logger_with_the_prefix():
-    first, second = Recorder(), TableRecorder()
-    CustomLoggerWrapper([first, second]).log_metrics(
-        {"loss": torch.tensor(0.5)}, step=3, prefix="train/"
-    )
-    assert first.calls == second.calls == [("metrics", {"train/loss": 0.5}, 3)]
-
-
 def test_a_logger_without_the_method_is_skipped():
     plain, rich = Recorder(), TableRecorder()
     logger = CustomLoggerWrapper([plain, rich])
@@ -131,24 +123,6 @@ def test_lines_wait_while_there_is_no_space(tmp_path, monkeypatch, caplog, freed
         room[0] = 10**6
         logger.log_metrics({"a": 5}, step=5)  # the torn line goes
         assert [line["a"] for line in read(path)] == [0, 5]
-
-
-def test_tables_hold_each_row_once(tmp_path):
-    logger = CustomLoggerWrapper([], tmp_path / "metrics.jsonl")
-    frame = pd.DataFrame({"step": [0], "prompt": ["é\n"], "reward": [np.float32(0.5)]})
-    logger.log_table("table/val", frame, step=0)
-    frame.loc[1] = [1, "b", float("nan")]
-    logger.log_table("table/val", frame, step=1)
-    logger.log_table("table/val", frame, step=2)  # nothing new
-    logger.log_table("table/val", frame.iloc[:1], step=3)  # a frame that started again
-    lines = read(tmp_path / "tables.jsonl")
-    assert [(line["key"], line["step"]) for line in lines] == [
-        ("table/val", 0),
-        ("table/val", 1),
-        ("table/val", 3),
-    ]
-    assert lines[0]["rows"] == lines[2]["rows"] == [{"step": 0, "prompt": "é\n", "reward": 0.5}]
-    assert lines[1]["rows"] == [{"step": 1, "prompt": "b", "reward": None}]
 
 
 def test_tables_stay_small_and_the_file_holds_each_row_once(tmp_path, monkeypatch):

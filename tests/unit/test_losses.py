@@ -4,25 +4,13 @@
 libraries: test_oracle_losses.py; NaN in slots that do not count: test_masked_slots.py.
 """
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
 from nemo_aligner.core.losses import (
     loss_weights,
-    ppo_actor_loss,
     regression_loss,
 )
-
-
-def batch(seed=0, rows=6, width=7):
-    """Random inputs [rows, width] of the actor's loss; sample 2 counts nowhere."""
-    torch.manual_seed(seed)
-    mask = (torch.rand(rows, width) > 0.4).float()
-    mask[2] = 0
-    names = ["logprobs", "prev_logprobs", "advantages", "entropy"]
-    return SimpleNamespace(mask=mask, **{name: torch.randn(rows, width) for name in names})
 
 
 def test_weights_by_hand():
@@ -71,17 +59,3 @@ def test_regression_loss_does_not_broadcast():
             regression_loss(
                 predictions=torch.ones(predictions), labels=torch.ones(labels), weights=weights
             )
-
-
-def test_entropy_bonus_without_entropy_is_refused():
-    b = batch()
-    b.entropy = None
-    with pytest.raises(ValueError, match="entropy_bonus=0.5 needs the entropy"):
-        ppo_actor_loss(
-            logprobs=b.logprobs,
-            prev_logprobs=b.prev_logprobs,
-            advantages=b.advantages,
-            weights=loss_weights(b.mask),
-            ratio_eps=0.2,
-            entropy_bonus=0.5,
-        )

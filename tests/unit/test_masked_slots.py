@@ -4,6 +4,8 @@
 gradient.
 """
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -39,151 +41,107 @@ def slot_by_slot(function, keep=SLOTS):
     return lambda **inputs: torch.where(keep, function(**inputs), 0.0)
 
 
-def policy_loss(reduction, **options):
-    return lambda **inputs: losses.ppo_actor_loss(
-        **inputs, weights=weights(SLOTS, reduction), ratio_eps=0.2, **options
-    )
+POLICY = "logprobs prev_logprobs advantages ref_logprobs entropy"
+PPO = {"ratio_eps": 0.2, "dual_clip": 1.5, "kl_loss_coef": 0.1, "entropy_bonus": 0.1}
+GAE = {"discount_factor": 0.97, "gae_lambda": 0.9, "mask": MASK, "critic_gae_lambda": 1.0}
+MEANS = (masks.masked_sum, masks.masked_mean, masks.masked_std)
+REDUCTIONS = ("token", "sequence", "microbatch", "token")
 
 
-POLICY = ("logprobs", "prev_logprobs", "advantages", "ref_logprobs", "entropy")
-VALUES = ("values", "prev_values", "returns")
+def by_mask(function, **options):
+    return lambda x: function(x, MASK, **options)
+
+
+def in_groups(function):
+    return lambda scores: function(scores, PROMPTS, VALID)
+
+
+def kl_of(estimator):
+    return slot_by_slot(partial(kl.calculate_kl_penalty, estimator=estimator))
+
+
+def as_tensor(function):
+    return lambda x: torch.tensor(function(x, MASK))
+
+
 # name: (function, names of its inputs, which of their slots count)
 CASES = {
     **{
         f"policy loss, {reduction}, KL {estimator}": (
-            policy_loss(
-                reduction,
-                dual_clip=1.5,
-                kl_loss_coef=0.1,
+            partial(
+                losses.ppo_actor_loss,
+                weights=weights(SLOTS, reduction),
                 kl_loss_estimator=estimator,
-                entropy_bonus=0.1,
+                **PPO,
             ),
             POLICY,
             SLOTS,
         )
-        for reduction, estimator in zip(
-            ("token", "sequence", "microbatch", "token"), kl.KL_ESTIMATORS
-        )
+        for reduction, estimator in zip(REDUCTIONS, kl.KL_ESTIMATORS)
     },
     **{
         f"value loss, clip {clip}": (
-            lambda clip=clip, **inputs: losses.ppo_critic_loss(
-                **inputs, weights=weights(), loss_clip_val=clip
-            ),
-            VALUES,
+            partial(losses.ppo_critic_loss, weights=weights(), loss_clip_val=clip),
+            "values prev_values returns",
             SLOTS,
         )
         for clip in (0.2, None)
     },
-    "sft loss": (
-        lambda logprobs: losses.sft_loss(logprobs=logprobs, weights=weights()),
-        ("logprobs",),
-        SLOTS,
-    ),
+    "sft loss": (partial(losses.sft_loss, weights=weights()), "logprobs", SLOTS),
     "preference loss": (
-        lambda **inputs: losses.preference_loss(**inputs, weights=weights(VALID)),
-        ("rewards_chosen", "rewards_rejected"),
+        partial(losses.preference_loss, weights=weights(VALID)),
+        "rewards_chosen rewards_rejected",
         VALID,
     ),
     "regression loss": (
-        lambda **inputs: losses.regression_loss(**inputs, weights=weights(LABELLED)),
-        ("predictions", "labels"),
+        partial(losses.regression_loss, weights=weights(LABELLED)),
+        "predictions labels",
         LABELLED,
     ),
     "moments of correlation": (
-        lambda **inputs: metrics.correlation_moments(**inputs, weights=weights(LABELLED)),
-        ("predictions", "labels"),
+        partial(metrics.correlation_moments, weights=weights(LABELLED)),
+        "predictions labels",
         LABELLED,
     ),
     "moments of explained variance": (
-        lambda **inputs: metrics.explained_variance_moments(**inputs, weights=weights()),
-        ("values", "returns"),
+        partial(metrics.explained_variance_moments, weights=weights()),
+        "values returns",
         SLOTS,
     ),
     "GAE": (
-        lambda **inputs: advantages.calculate_advantages_and_returns(
-            **inputs, discount_factor=0.97, gae_lambda=0.9, mask=MASK, critic_gae_lambda=1.0
-        ),
-        ("values", "rewards"),
+        partial(advantages.calculate_advantages_and_returns, **GAE),
+        "values rewards",
         SLOTS,
     ),
     "REINFORCE": (
         lambda rewards: advantages.calculate_reinforce_returns(rewards, 0.9, MASK),
-        ("rewards",),
+        "rewards",
         SLOTS,
     ),
-    "RLOO": (
-        lambda scores: advantages.calculate_rloo_advantages(scores, PROMPTS, VALID),
-        ("scores",),
-        VALID,
-    ),
-    "RLOO baseline": (
-        slot_by_slot(
-            lambda scores: advantages.calculate_rloo_baseline(PROMPTS, scores, VALID), VALID
-        ),
-        ("scores",),
-        VALID,
-    ),
-    "GRPO": (
-        lambda scores: advantages.calculate_grpo_advantages(scores, PROMPTS, VALID),
-        ("scores",),
-        VALID,
-    ),
-    "scores over responses": (
-        lambda scores: advantages.spread_over_response(scores, MASK),
-        ("scores",),
-        VALID,
-    ),
+    "RLOO": (in_groups(advantages.calculate_rloo_advantages), "scores", VALID),
+    "GRPO": (in_groups(advantages.calculate_grpo_advantages), "scores", VALID),
+    "scores over responses": (by_mask(advantages.spread_over_response), "x", VALID),
     "token rewards": (
         slot_by_slot(
             lambda kl: advantages.calculate_ppo_rewards(kl, torch.ones(ROWS), LENGTHS, kl, 0.1)
         ),
-        ("kl",),
+        "kl",
         SLOTS,
     ),
+    **{f"KL {name}": (kl_of(name), "log_probs_a log_probs_b", SLOTS) for name in kl.KL_ESTIMATORS},
     **{
-        f"KL {estimator}": (
-            slot_by_slot(
-                lambda a, b, estimator=estimator: kl.calculate_kl_penalty(
-                    a, b, estimator=estimator
-                )
-            ),
-            ("a", "b"),
-            SLOTS,
-        )
-        for estimator in kl.KL_ESTIMATORS
-    },
-    "clipped advantages": (
-        slot_by_slot(lambda x: advantages.clip_advantages(x, 0.5)),
-        ("x",),
-        SLOTS,
-    ),
-    **{
-        f"{function.__name__}, {dim}": (
-            lambda x, f=function, dim=dim: f(x, MASK, dim),
-            ("x",),
-            SLOTS,
-        )
-        for function in (masks.masked_sum, masks.masked_mean, masks.masked_std)
+        f"{function.__name__}, {dim}": (by_mask(function, dim=dim), "x", SLOTS)
+        for function in MEANS
         for dim in (None, 0, 1)
     },
-    "mean and variance": (lambda x: masks.masked_mean_var(x, MASK), ("x",), SLOTS),
-    "mean and variance of all ranks": (
-        lambda x: distributed.masked_global_mean_var(x, MASK),
-        ("x",),
-        SLOTS,
-    ),
-    "whitening": (lambda x: distributed.normalize_tensor(x, MASK), ("x",), SLOTS),
-    "whitening, mean kept": (
-        lambda x: distributed.normalize_tensor(x, MASK, shift_mean=False),
-        ("x",),
-        SLOTS,
-    ),
-    "mean of sample means": (lambda x: torch.tensor(mean_of_sample_means(x, MASK)), ("x",), SLOTS),
-    "mean of sample sums": (lambda x: torch.tensor(mean_of_sample_sums(x, MASK)), ("x",), SLOTS),
+    "mean and variance of all ranks": (by_mask(distributed.masked_global_mean_var), "x", SLOTS),
+    "whitening": (by_mask(distributed.normalize_tensor), "x", SLOTS),
+    "whitening, mean kept": (by_mask(distributed.normalize_tensor, shift_mean=False), "x", SLOTS),
+    "mean of sample means": (as_tensor(mean_of_sample_means), "x", SLOTS),
+    "mean of sample sums": (as_tensor(mean_of_sample_sums), "x", SLOTS),
     "entropy of log-probs": (
         lambda log_probs: losses.calculate_entropy(log_probs, MASK),
-        ("log_probs",),
+        "log_probs",
         SLOTS,
     ),
     "log-probs": (
@@ -191,12 +149,12 @@ CASES = {
             lambda logits: vocab_parallel.from_parallel_logits_to_logprobs(logits, TOKENS),
             LOGITS_USED[:, :-1],
         ),
-        ("logits",),
+        "logits",
         LOGITS_USED,
     ),
     "entropy": (
         lambda logits: vocab_parallel.distributed_entropy(logits, LOGITS_USED[:, :-1]),
-        ("logits",),
+        "logits",
         LOGITS_USED,
     ),
 }
@@ -251,6 +209,7 @@ def flat(output) -> list[torch.Tensor]:
 @pytest.mark.parametrize("garbage", [torch.nan, torch.inf, -torch.inf])
 def test_garbage_where_nothing_counts_changes_nothing(case, garbage):
     _, names, keep = CASES[case]
+    names = names.split()
     inputs = clean_inputs(names, keep)
     expected, expected_gradients = results(case, inputs)
     assert all(tensor.isfinite().all() for tensor in [*expected, *expected_gradients])
@@ -274,7 +233,7 @@ def test_nothing_counts():
     for reduction in ROLLOUT_REDUCTIONS:
         empty = losses.loss_weights(nothing, reduction, 1, longest=9)
         leaf = torch.full_like(MASK, torch.nan, requires_grad=True)
-        others = {name: torch.full_like(MASK, torch.inf) for name in POLICY[1:]}
+        others = {name: torch.full_like(MASK, torch.inf) for name in POLICY.split()[1:]}
         loss = losses.ppo_actor_loss(
             logprobs=leaf,
             **others,

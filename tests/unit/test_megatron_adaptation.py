@@ -43,21 +43,13 @@ def test_releases_are_given_for_names_that_are_touched():
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        "megatron.core.optimizer.clip_grads.get_grad_norm_fp64",
-        "megatron.core.transformer.moe.experts.SequentialMLP.remote_experts",
-        "megatron.core.no_such_module.function",
-    ],
+    "module, name",
+    [("clip_grads", "get_grad_norm_fp64"), ("optimizer", "MegatronOptimizer.no_such")],
 )
-def test_missing_name_is_reported(name):
-    module, _, dotted = name.rpartition(".SequentialMLP.")
-    if module:
-        dotted = f"SequentialMLP.{dotted}"
-    else:
-        module, _, dotted = name.rpartition(".")
-    with pytest.raises(ImportError, match=f"{name}.*setup.py"):
-        megatron_adaptation.resolve(module, dotted)
+def test_missing_name_is_reported(module, name):
+    module = f"megatron.core.optimizer.{module}"
+    with pytest.raises(ImportError, match=f"{module}.{name}.*setup.py"):
+        megatron_adaptation.resolve(module, name)
 
 
 def _own_subclasses():

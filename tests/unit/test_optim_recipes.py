@@ -267,17 +267,10 @@ def test_fields_of_megatron_core_that_cannot_be_given(tiny_tokenizer_dir, fields
 @pytest.mark.parametrize(
     ("optim", "message"),
     [
-        ({"name": "sdg"}, "'sdg' is not supported; use one of distributed_fused_adam, mcore"),
-        ({"momentum": 1.5}, "momentum=1.5 must be at least 0 and at most 1"),
         ({"sched": {"name": "Cosine"}}, "'Cosine' is not supported; use one of constant, Cosine"),
         (
             {"sched": {"name": "NoamAnnealing"}},
             "d_model=None must be above 0; NoamAnnealing needs it",
-        ),
-        ({"sched": {"name": "constant", "warmup_steps": 1.5}}, "warmup_steps=1.5 must be a whole"),
-        (
-            {"sched": {"name": "constant", "warmup_ratio": 2}},
-            "warmup_ratio=2 must be at least 0 a",
         ),
         (
             {"sched": {"name": "CosineAnnealing", "warmup_ratio": 0.1, "warmup_steps": 3}},

@@ -10,10 +10,10 @@ from unittest import mock
 import pytest
 import torch
 
-from nemo_aligner.core.distillation import distillation_loss
 from nemo_aligner.core.estimators import REWARD_PREFERENCE_LOSSES
 from nemo_aligner.core.losses import (
     calculate_entropy,
+    distillation_loss,
     loss_weights,
     ppo_actor_loss,
     ppo_critic_loss,

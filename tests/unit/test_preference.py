@@ -98,26 +98,6 @@ def test_loss_and_gradient_are_those_of_a_naive_loop(name, average):
     assert all(math.isfinite(value) for value in metrics.values())
 
 
-def test_parts_of_a_batch_sum_to_the_batch():
-    logprobs, ref_logprobs, mask, valid, gaps = batch()
-    weights = loss_weights(valid)
-
-    def numbers(pairs):
-        rows = [row for pair in pairs for row in (2 * pair, 2 * pair + 1)]
-        return dpo_loss(
-            logprobs=logprobs[rows],
-            ref_logprobs=ref_logprobs[rows],
-            mask=mask[rows],
-            weights=weights[pairs],
-            beta=BETA,
-            sft_loss_weight=0.1,
-        )[1]
-
-    whole, parts = numbers([0, 1, 2, 3, 4]), [numbers([4]), numbers([1, 0]), numbers([2, 3])]
-    for name, value in whole.items():
-        assert sum(part[name] for part in parts).item() == pytest.approx(value.item(), rel=1e-5)
-
-
 def test_metrics_by_hand():
     logprobs = torch.tensor([[-1.0, -1.0], [-2.0, -9.0], [-3.0, -3.0], [-1.0, -1.0]])
     mask = torch.tensor([[1, 1], [1, 0], [1, 1], [1, 1]])
@@ -153,20 +133,6 @@ def test_large_differences_stay_finite(name):
         )
         loss.backward()
         assert loss.isfinite() and logprobs.grad.isfinite().all()
-
-
-def test_wrong_losses_are_refused():
-    arguments = dict(
-        logprobs=torch.zeros(2, 1),
-        ref_logprobs=torch.zeros(2, 1),
-        mask=torch.ones(2, 1),
-        weights=torch.ones(1),
-        beta=1.0,
-    )
-    with pytest.raises(ValueError, match="'hinge' is unknown; choose one of dpo, ipo, rpo_sq"):
-        dpo_loss(**arguments, preference_loss="hinge")
-    with pytest.raises(ValueError, match="'rpo_sq' needs rewards"):
-        dpo_loss(**arguments, preference_loss="rpo_sq")
 
 
 # Overrides of keys below `model.`, and the message.

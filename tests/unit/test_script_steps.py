@@ -37,45 +37,25 @@ def nemo_file(tiny_tokenizer_dir, tmp_path_factory):
 
 def configuration(folder, **exp_options):
     """What NeMo-Aligner's YAML file of a reward model has, as far as the steps read it."""
-    return OmegaConf.create(
-        {
-            "trainer": {
-                "devices": 1,
-                "num_nodes": 1,
-                "accelerator": "cpu",
-                "precision": 32,
-                "gradient_clip_val": "${trainer.rm.gradient_clip_val}",
-                "logger": False,
-                "enable_checkpointing": False,
-                "use_distributed_sampler": False,
-                "max_epochs": "${.rm.max_epochs}",
-                "max_steps": "${.rm.max_steps}",
-                "rm": {
-                    "max_epochs": 2,
-                    "max_steps": -1,
-                    "val_check_interval": 1,
-                    "save_interval": 1,
-                    "limit_val_batches": 1.0,
-                    "gradient_clip_val": 1.0,
-                },
-            },
-            "exp_manager": {
-                "explicit_log_dir": str(folder),
-                "name": "tiny",
-                "resume_if_exists": True,
-                "resume_ignore_no_checkpoint": True,
-                "create_checkpoint_callback": True,
-                "checkpoint_callback_params": {
-                    "monitor": "val_loss",
-                    "mode": "min",
-                    "save_top_k": 3,
-                    "filename": "tiny-{step}-{consumed_samples}",
-                    "save_nemo_on_train_end": False,
-                },
-                **exp_options,
-            },
-        }
+    cfg = OmegaConf.create(
+        """
+        trainer:
+          {devices: 1, num_nodes: 1, accelerator: cpu, precision: 32, logger: false,
+           gradient_clip_val: "${trainer.rm.gradient_clip_val}", enable_checkpointing: false,
+           use_distributed_sampler: false, max_epochs: "${.rm.max_epochs}",
+           max_steps: "${.rm.max_steps}",
+           rm: {max_epochs: 2, max_steps: -1, val_check_interval: 1, save_interval: 1,
+                limit_val_batches: 1.0, gradient_clip_val: 1.0}}
+        exp_manager:
+          {name: tiny, resume_if_exists: true, resume_ignore_no_checkpoint: true,
+           create_checkpoint_callback: true,
+           checkpoint_callback_params:
+             {monitor: val_loss, mode: min, save_top_k: 3, save_nemo_on_train_end: false,
+              filename: "tiny-{step}-{consumed_samples}"}}
+        """
     )
+    cfg.exp_manager.update({"explicit_log_dir": str(folder), **exp_options})
+    return cfg
 
 
 class SamplerOf12:
@@ -197,26 +177,6 @@ def test_ranks_of_mpirun_are_those_of_the_job(monkeypatch, tmp_path, in_slurm):
     assert trainer.strategy.cluster_environment.creates_processes_externally
 
 
-def test_ranks_of_srun_are_those_of_the_job(monkeypatch, tmp_path):
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR"):
-        monkeypatch.delenv(name, raising=False)
-    slurm = {
-        "NTASKS": "2",
-        "NTASKS_PER_NODE": "2",
-        "PROCID": "1",
-        "LOCALID": "1",
-        "NODEID": "0",
-        "JOB_NAME": "job",
-    }
-    for name, value in slurm.items():
-        monkeypatch.setenv(f"SLURM_{name}", value)
-    cfg = configuration(tmp_path)
-    cfg.trainer.devices = 2
-    trainer = script_utils.resolve_and_create_trainer(cfg, "rm")
-    assert (trainer.world_size, trainer.global_rank, trainer.local_rank) == (2, 1, 1)
-    assert trainer.strategy.cluster_environment.creates_processes_externally
-
-
 def test_without_a_checkpoint_callback_nothing_is_written(nemo_file, tmp_path):
     job = start(nemo_file, tmp_path, create_checkpoint_callback=False)
     assert isinstance(job.callback, script_utils.FakeCheckpointCallback)
@@ -238,16 +198,6 @@ def test_weights_are_copied_and_swapped(nemo_file):
     assert utils.swap_dict(model, own, offload_onto_cpu=False) == {}
     after = utils.copy_model_states_to_cpu(model, cpu_dict=inside)
     assert after is inside and all(torch.equal(after[name], own[name]) for name in own)
-
-
-def test_other_modules_are_copied_by_their_state_dict():
-    layer = torch.nn.Linear(2, 2)
-    copied = utils.copy_model_states_to_cpu(layer, megatron_amp_O2=False)
-    assert torch.equal(copied["weight"], layer.weight) and copied["weight"] is not layer.weight
-    assert utils.convert_to_amp_o2_format({"model.a.model.b": 1, "model.module.c": 2}) == {
-        "model.module.a.model.b": 1,
-        "model.module.c": 2,
-    }
 
 
 def test_what_is_missing_is_named(nemo_file, tmp_path):
@@ -389,39 +339,6 @@ def test_rejection_sampling_leaves_out_what_ppo_put_into_a_checkpoint(nemo_file,
         loaded = utils.load_and_override_model_config(trained_by_ppo, job.model)
         assert ("ppo" in loaded) == has_it
     assert loaded.ppo.length_params.max_length == 24  # half of the job's length
-
-
-@some_of("name", CONFIG_NAMES, keep=4)
-def test_a_stored_dropout_is_off_where_it_is_noise(name, nemo_file, tmp_path):
-    cfg = utils.load_checkpoint_model_config(nemo_file)
-    cfg.hidden_dropout = cfg.attention_dropout = 0.1
-    OmegaConf.save(cfg, tmp_path / "model_config.yaml")
-    own = {"gpt_sft": 0.0, "training_rm": 0.1, "inference_rm": 0.1}.get(name)  # SFT: of its YAML
-    for given, value in (
-        ({}, own or 0.0),
-        ({"hidden_dropout": 0.2}, 0.2),
-        (dict.fromkeys(["hidden_dropout"]), 0.1),
-    ):
-        job = job_configuration(name, tmp_path, **{f"model.{k}": v for k, v in given.items()})
-        loaded = utils.load_and_override_model_config(tmp_path, job.model)
-        assert (loaded.hidden_dropout, loaded.attention_dropout) == (value, own or 0.0)
-
-
-def test_a_section_that_is_no_part_of_a_job_is_not_checked(nemo_file, calls):
-    job = job_configuration("gpt_ppo_actor", nemo_file)
-    other = OmegaConf.create({"trainer": {"my_algorithm": {}}, "model": {"seed": 1}})
-    for section in (OmegaConf.create({"seed": 1}), other.model, job.model.ppo):
-        utils.load_and_override_model_config(nemo_file, section)
-    assert calls == []
-
-
-def test_temp_pop_puts_the_key_back_after_an_error():
-    cfg = OmegaConf.create({"ppo": {"a": 1}, "devices": 1})
-    with pytest.raises(RuntimeError):
-        with script_utils.temp_pop_from_config(cfg, "ppo"):
-            assert list(cfg) == ["devices"]
-            raise RuntimeError
-    assert cfg.ppo == {"a": 1}
 
 
 def test_remove_overwritten_fields_at_any_depth():

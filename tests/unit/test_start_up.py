@@ -13,7 +13,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-from omegaconf import OmegaConf
 
 from nemo_aligner.core.endings import ExitCode
 from nemo_aligner.core.errors import (
@@ -23,7 +22,7 @@ from nemo_aligner.core.errors import (
     ServerRequestError,
     UserError,
 )
-from nemo_aligner.launch import endings, job_entry, start_up
+from nemo_aligner.launch import endings, start_up
 from nemo_aligner.launch.endings import user_errors_end_the_job
 from nemo_aligner.training.stop_requests import stop_requests
 from tests.cases import some_of
@@ -113,13 +112,11 @@ main()
     ("arguments", "printed"),
     [
         ([], "name: one size: 1"),
-        (["size=2"], "name: one size: 2"),
         (["--config-name", "two", "size=4"], "name: two size: 4"),
         (["+name=six"], "name: six size: 1"),
         (["--config-path", "other", "--config-name=three"], "name: three size: None"),
         (["--config-dir", "other", "--config-name=three", "+size=5"], "name: three size: 5"),
         (["~size"], "name: one size: None"),
-        (["++size=6", "++name=five"], "name: five size: 6"),
         (["--cfg", "job", "name=four"], "name: four\nsize: 1"),
     ],
 )
@@ -197,14 +194,6 @@ def test_lightning_no_longer_watches_what_a_job_ends_itself(monkeypatch):
     assert watched == [] and process.returncode == -signal.SIGKILL
 
 
-def test_a_failure_ends_the_started_processes(monkeypatch):
-    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    monkeypatch.setattr(endings, "started_processes", [process])
-    with pytest.raises(SystemExit):
-        user_errors_end_the_job(lambda: (_ for _ in ()).throw(UserError("give b")))()
-    assert process.returncode is not None
-
-
 # A job's process that another one starts; it says that it runs, and goes on for long.
 STARTED = """
 import sys, time
@@ -266,20 +255,11 @@ def test_long_imports_keep_their_objects_out_of_later_collections():
         gc.freeze()  # as tests/conftest.py does
 
 
-def test_long_imports_leave_collections_as_they_were_after_an_error():
-    with pytest.raises(ImportError), start_up.long_imports():
-        raise ImportError
-    assert gc.isenabled()
-    gc.unfreeze()
-    gc.freeze()
-
-
 @pytest.mark.parametrize(
     ("env", "devices", "jobs", "threads"),
     [
         ({}, 1, 1, 12),
         ({}, 1, 2, 6),  # an actor and its critic
-        ({}, 2, 2, 3),
         ({}, "2", 3, 2),
         ({}, "0,1", 1, 6),
         ({}, [0, 1, 2], 1, 4),
@@ -294,19 +274,6 @@ def test_ranks_and_jobs_divide_the_cores(monkeypatch, env, devices, jobs, thread
     monkeypatch.setattr(start_up, "available_cores", lambda: 12)
     start_up.share_cores(devices, jobs, env)
     assert env["OMP_NUM_THREADS"] == str(threads)
-
-
-def test_a_list_of_one_gpu_is_one(monkeypatch):
-    counted = []
-    monkeypatch.setattr(job_entry, "cuda_devices", lambda: 1)
-    monkeypatch.setattr(
-        job_entry,
-        "check_config",
-        lambda *_, visible_devices, **__: counted.append(visible_devices),
-    )
-    cfg = OmegaConf.create({"trainer": {"accelerator": "gpu", "devices": [0]}})
-    job_entry.check_job(cfg, "gpt_sft")
-    assert counted == [1]
 
 
 @pytest.mark.parametrize(

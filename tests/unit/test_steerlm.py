@@ -29,7 +29,7 @@ from nemo_aligner.data.nlp.records import Records
 from nemo_aligner.servers import schema
 from nemo_aligner.servers.http_communicator import ServerUnreachableError
 from nemo_aligner.servers.served_model import ServerMismatchError
-from nemo_aligner.synthetic.command_line import check_conversation
+from nemo_aligner.synthetic import check_conversation
 from tests.data_sets import read
 from tests.patience import patience
 from tests.scripted_server import ScriptedServer, answer, http, triton_config

@@ -57,8 +57,8 @@ def test_a_signal_in_a_step_ends_the_job_after_it(watching, number, name, again,
         stop_requests.leave(stop)
     assert stopped.value.code == ExitCode.PRE_EMPTED == 76
     first, last = (line for line in capfd.readouterr().err.splitlines() if line)
-    assert first.startswith(f"{name}: the job saves and ends after the running step, in a")
-    assert f"step before. A second {again} ends it at once" in first
+    assert first.startswith(f"{name}: the job saves and ends after the running step.")
+    assert f"A second {again} ends it at once" in first
     assert f"{name}: the job ends after step 6 of 10, with exit code 76" in last
     ending = json.loads((tmp_path / "ending.json").read_text())
     assert ending.pop("time")

@@ -135,10 +135,3 @@ def test_the_mean_by_a_constant_does_not_know_the_length():
     torch.testing.assert_close(weights, mask / 3 / 10)
     with pytest.raises(ValueError, match="longest=None"):
         loss_weights(mask, "constant")
-
-
-def test_an_unknown_loss_is_refused(batch):
-    with pytest.raises(ValueError, match="policy_loss='ppo' is unknown; choose one of clip, gspo"):
-        ours("ppo", batch, batch.logprobs)
-    with pytest.raises(ValueError, match="dual_clip=3 is a bound for clip, gspo"):
-        ours("sapo", batch, batch.logprobs, dual_clip=3)

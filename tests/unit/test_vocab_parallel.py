@@ -40,35 +40,19 @@ def dense_logprobs(logits, tokens, temperature=1.0, vocab_size=V):
     return real.log_softmax(-1)[:, :-1].gather(-1, tokens[:, 1:, None]).squeeze(-1)
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
-@pytest.mark.parametrize("vocab_size", [None, 9])
-def test_logprobs_and_gradient_against_dense_softmax(chunked, temperature, vocab_size):
-    logits, tokens = inputs()
-    tokens = tokens.clamp(max=8)
-    logits[..., 9:] += 50  # padding that would take all probability
-    ours, theirs = (logits.clone().requires_grad_() for _ in range(2))
-    logprobs = from_parallel_logits_to_logprobs(
-        ours, tokens, temperature=temperature, vocab_size=vocab_size
-    )
-    expected = dense_logprobs(theirs, tokens, temperature, vocab_size or V)
-    torch.testing.assert_close(logprobs, expected, atol=1e-5, rtol=1e-6)
-    weights = torch.randn(B, S - 1)
-    (logprobs * weights).sum().backward()
-    (expected * weights).sum().backward()
-    torch.testing.assert_close(ours.grad, theirs.grad, atol=1e-6, rtol=1e-5)
-    if vocab_size:
-        assert ours.grad[..., vocab_size:].abs().sum() == 0
-
-
-def test_float64_against_torch(chunked):
+@pytest.mark.parametrize("vocab_size, temperature", [(9, 0.7), (V, 1.0)])
+def test_float64_against_torch(chunked, vocab_size, temperature):
     """Both results and the gradient of a mix of them, in float64; also the one of the log-probs
     alone.
     """
     logits, tokens = inputs(torch.float64)
     tokens = tokens.clamp(max=8)
+    logits[..., vocab_size:] += 50  # padding that would take all probability
     ours, theirs = (logits.clone().requires_grad_() for _ in range(2))
-    logprobs, entropy = logprobs_and_entropy(ours, tokens, temperature=0.7, vocab_size=9)
-    dense = (theirs[:, :-1, :9] / 0.7).log_softmax(-1)
+    logprobs, entropy = logprobs_and_entropy(
+        ours, tokens, temperature=temperature, vocab_size=vocab_size
+    )
+    dense = (theirs[:, :-1, :vocab_size] / temperature).log_softmax(-1)
     expected = dense.gather(-1, tokens[:, 1:, None]).squeeze(-1)
     expected_entropy = -(dense.exp() * dense).sum(-1)
     torch.testing.assert_close(logprobs, expected, atol=1e-12, rtol=1e-12)
@@ -77,7 +61,7 @@ def test_float64_against_torch(chunked):
     (a * logprobs + b * entropy).sum().backward()
     (a * expected + b * expected_entropy).sum().backward()
     torch.testing.assert_close(ours.grad, theirs.grad, atol=1e-12, rtol=1e-11)
-    assert not ours.grad[..., 9:].any() and not ours.grad[:, -1].any()
+    assert not ours.grad[..., vocab_size:].any() and not ours.grad[:, -1].any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -153,8 +137,7 @@ def test_large_logits_stay_finite(scale):
     assert logits.grad.isfinite().all()
 
 
-@pytest.mark.parametrize("planted", ["nan logits", "targets"])
-def test_unused_tokens_may_be_anything(chunked, planted):
+def test_unused_tokens_may_be_anything(chunked):
     """As in a loss: a selection (`torch.where`) of the tokens that count; the others' gradient is
     exactly 0.
     """
@@ -162,10 +145,8 @@ def test_unused_tokens_may_be_anything(chunked, planted):
     tokens = tokens.clamp(max=8)
     used = torch.tensor([[1, 1, 0, 0, 1], [0, 0, 0, 0, 0], [0, 1, 1, 1, 0]]).bool()
     other = logits.clone(), tokens.clone()
-    if planted == "nan logits":
-        other[0][:, :-1][~used] = float("nan")
-    else:
-        other[1][:, 1:][~used] = torch.tensor([-1, -100, V, 2**40, 10]).repeat(2)[: (~used).sum()]
+    other[0][:, :-1][~used] = float("nan")
+    other[1][:, 1:][~used] = torch.tensor([-1, -100, V, 2**40, 10]).repeat(2)[: (~used).sum()]
     results = []
     for x, y in ((logits, tokens), other):
         x.requires_grad_()
@@ -219,25 +200,11 @@ def test_overwritten_logits_that_are_needed_again_are_an_error():
     with pytest.raises(RuntimeError, match=written):  # the same graph twice
         loss.backward()
 
-    # Another function of the same logits: autograd runs the one that was called last first.
-    logits = source.clone()
-    results = [
-        distributed_entropy(logits),
-        from_parallel_logits_to_logprobs(logits, tokens),
-    ]
-    expected = torch.autograd.grad(results[0].sum() + results[1].sum(), logits)[0]
-    for overwrites_last in (True, False):
-        logits = source.clone()
-        if overwrites_last:
-            results = [from_parallel_logits_to_logprobs(logits, tokens, overwrite_logits=True)]
-            results += [distributed_entropy(logits)]
-            (gradient,) = torch.autograd.grad(results[0].sum() + results[1].sum(), logits)
-            torch.testing.assert_close(gradient, expected)
-        else:
-            results = [distributed_entropy(logits)]
-            results += [from_parallel_logits_to_logprobs(logits, tokens, overwrite_logits=True)]
-            with pytest.raises(RuntimeError, match=written):
-                (results[0].sum() + results[1].sum()).backward()
+    logits = source.clone()  # another function of the same logits
+    results = [distributed_entropy(logits)]
+    results += [from_parallel_logits_to_logprobs(logits, tokens, overwrite_logits=True)]
+    with pytest.raises(RuntimeError, match=written):
+        (results[0].sum() + results[1].sum()).backward()
 
     logits = source.tanh()  # its own backward needs its output
     with pytest.raises(RuntimeError, match=written):
@@ -263,17 +230,3 @@ def test_peak_memory_is_far_below_a_third_of_the_naive_way(case, dtype):
     assert figures["naive bytes"] >= 4 * (
         1 << 22
     )  # at least one float32 copy: the measurement sees it
-
-
-def test_without_overwriting_there_is_one_gradient_in_the_dtype_of_the_logits():
-    logits = torch.randn(2, 64, 32768, dtype=torch.bfloat16)
-    # A view whose rows are not contiguous, as models that compute [S, B, V] hand out.
-    logits = logits.transpose(0, 1).contiguous().transpose(0, 1).requires_grad_()
-    tokens = torch.randint(0, 32768, (2, 64))
-
-    def step():
-        logprobs, entropy = logprobs_and_entropy(logits, tokens, temperature=0.9)
-        (logprobs.sum() + entropy.sum()).backward()
-
-    peak = logprob_memory.peak_bytes(step)
-    assert logits.nbytes < peak < logits.nbytes + 4 * 4 * vocab_parallel.CHUNK_ELEMENTS + 2**16

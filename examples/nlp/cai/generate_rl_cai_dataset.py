@@ -42,7 +42,7 @@ from nemo_aligner.core.errors import UserError
 from nemo_aligner.generate.responses import check_writable
 from nemo_aligner.launch.endings import user_errors_end_the_job
 from nemo_aligner.parallel.environment import is_rank_zero
-from nemo_aligner.synthetic.command_line import open_records, write_records
+from nemo_aligner.synthetic import open_records, write_records
 
 NGC_URL = "https://integrate.api.nvidia.com/v1/chat/completions"
 KINDS = ("prompts", "comparisons")

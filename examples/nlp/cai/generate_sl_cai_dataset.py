@@ -38,7 +38,7 @@ from nemo_aligner.core.errors import UserError
 from nemo_aligner.generate.responses import check_writable, replaced
 from nemo_aligner.launch.endings import user_errors_end_the_job
 from nemo_aligner.parallel.environment import is_rank_zero
-from nemo_aligner.synthetic.command_line import open_records, write_records
+from nemo_aligner.synthetic import open_records, write_records
 
 
 def parser() -> ModelParser:
@@ -104,7 +104,7 @@ def main() -> None:
 
 def write(args, out, log, results, tokenizer) -> None:
     """Write the data of supervised fine-tuning, alone and mixed with others."""
-    from nemo_aligner.synthetic.command_line import check_conversations, without_long
+    from nemo_aligner.synthetic import check_conversations, without_long
 
     samples = [revised_conversation(result) for result in results]
     if not samples:

@@ -16,7 +16,7 @@ from pathlib import Path
 from nemo_aligner.generate.responses import check_writable
 from nemo_aligner.generate.settings import CommandParser
 from nemo_aligner.launch.endings import user_errors_end_the_job
-from nemo_aligner.synthetic.command_line import (
+from nemo_aligner.synthetic import (
     add_attributes,
     add_files,
     check_conversation,

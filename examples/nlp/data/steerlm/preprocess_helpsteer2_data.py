@@ -12,7 +12,7 @@ responses to one prompt, and the value of quality is the strength of the prefere
 
 from nemo_aligner.data.nlp.steerlm import ALL_STEERLM_ATTRIBUTES, help_steer_record
 from nemo_aligner.launch.endings import user_errors_end_the_job
-from nemo_aligner.synthetic.command_line import hub_parser, load_hub_dataset, write_conversations
+from nemo_aligner.synthetic import hub_parser, load_hub_dataset, write_conversations
 
 
 @user_errors_end_the_job

@@ -28,7 +28,7 @@ from nemo_aligner.data.nlp.steerlm import (
 from nemo_aligner.generate.responses import check_writable
 from nemo_aligner.generate.settings import CommandParser
 from nemo_aligner.launch.endings import user_errors_end_the_job
-from nemo_aligner.synthetic.command_line import open_records, write_records
+from nemo_aligner.synthetic import open_records, write_records
 
 TREES = "2023-04-12_oasst_all.trees.jsonl.gz"
 ADDRESS = f"https://huggingface.co/datasets/OpenAssistant/oasst1/resolve/main/{TREES}"

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from nemo_aligner.config.jobs.distillation import check_candidates
-from nemo_aligner.core.distillation import distillation_loss
+from nemo_aligner.core.losses import distillation_loss
 from nemo_aligner.core.types import DistillationBatch
 from nemo_aligner.data.nlp.record_encoder import chat_end_strings
 from nemo_aligner.generation import GenerationOutput, GenerationParams, MegatronGenerator
@@ -70,7 +70,7 @@ class GPTKnowledgeDistillationModel(NLPAdapterModelMixin, MegatronGPTModel, Supe
     (`algorithms/on_policy_distillation.py`).
 
     Attributes:
-        loss_settings: arguments of `core.distillation.distillation_loss`.
+        loss_settings: arguments of `core.losses.distillation_loss`.
         logits_scale: factor of the student's logits.
         rollout_micro_batch_size: of its own responses, generated together on a rank; None: all.
         outside_top_k: one of `core.estimators.OUTSIDE_TOP_K`.
