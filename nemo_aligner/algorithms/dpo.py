@@ -1,6 +1,6 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""DPO, IPO and RPO: the supervised loop, with the reference's log-probs in each batch."""
+"""DPO, IPO, RPO and KTO: the supervised loop, with the reference's log-probs in each batch."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from nemo_aligner.algorithms.supervised import SupervisedTrainer
-from nemo_aligner.core.types import DirectPairBatch
+from nemo_aligner.core.types import DirectPairBatch, LabelledResponseBatch
 
 
 class DPOTrainer(SupervisedTrainer):
@@ -56,3 +56,21 @@ def dpo_custom_collate(
     """A batch of items of `DPOModelDataset`; the other arguments, NeMo-Aligner's, are not used."""
     pairs: DirectPairBatch = default_collate(batch)
     return pairs
+
+
+class KTOTrainer(DPOTrainer):
+    """Trains a policy on labelled responses; `cfg` is `trainer.kto`, the rest as `DPOTrainer`."""
+
+    JOB = ("gpt_kto", "trainer.kto")
+
+
+def kto_custom_collate(
+    batch: list[dict[str, Tensor]],
+    eos_id: int = 0,
+    reset_position_ids: bool = False,
+    reset_attention_mask: bool = False,
+    eod_mask_loss: bool = False,
+) -> LabelledResponseBatch:
+    """A batch of items of `KTOModelDataset`; the other arguments, NeMo-Aligner's, are not used."""
+    samples: LabelledResponseBatch = default_collate(batch)
+    return samples

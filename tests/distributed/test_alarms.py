@@ -17,7 +17,7 @@ pytestmark = pytest.mark.timeout(300)
 
 
 def make_actor(tokenizer_dir, optim=None, **settings):
-    from nemo_aligner.models.nlp.gpt.megatron_gpt_ppo_actor import MegatronGPTActorModel
+    from nemo_aligner.models.nlp.gpt.megatron_gpt_policy import MegatronGPTActorModel
 
     cfg = tiny_config(
         tokenizer_dir,

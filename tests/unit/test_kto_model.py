@@ -11,11 +11,11 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from nemo_aligner.algorithms.kto import KTOTrainer, kto_custom_collate
+from nemo_aligner.algorithms.dpo import KTOTrainer, kto_custom_collate
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.data.nlp.datasets import KTOModelDataset
 from nemo_aligner.launch.model_loading import load_from_nemo
-from nemo_aligner.models.nlp.gpt.megatron_gpt_kto_model import MegatronGPTKTOModel
+from nemo_aligner.models.nlp.gpt.megatron_gpt_dpo_model import MegatronGPTKTOModel
 from tests import preference_jobs
 from tests.oracles import trl_kto
 from tests.preference_jobs import (

@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.models.nlp.gpt import megatron_gpt_policy
-from nemo_aligner.models.nlp.gpt.megatron_gpt_ppo_actor import MegatronGPTActorModel
+from nemo_aligner.models.nlp.gpt.megatron_gpt_policy import MegatronGPTActorModel
 from nemo_aligner.training.optim import optimizer_step
 from tests.tiny_models import PPO, logprobs_by_hand, tiny_config
 

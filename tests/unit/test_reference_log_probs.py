@@ -26,8 +26,10 @@ from nemo_aligner.algorithms.reference_log_probs import (
 from nemo_aligner.core.errors import SaveError, UserError
 from nemo_aligner.data.nlp.datasets import DPOModelDataset
 from nemo_aligner.launch.supervised_job import build_preference_dataloaders
-from nemo_aligner.models.nlp.gpt.megatron_gpt_dpo_model import MegatronGPTDPOModel
-from nemo_aligner.models.nlp.gpt.megatron_gpt_kto_model import MegatronGPTKTOModel
+from nemo_aligner.models.nlp.gpt.megatron_gpt_dpo_model import (
+    MegatronGPTDPOModel,
+    MegatronGPTKTOModel,
+)
 from tests.cases import some_of
 from tests.tiny_models import tiny_config
 

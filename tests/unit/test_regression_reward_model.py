@@ -20,8 +20,9 @@ from nemo_aligner.data.nlp.builders import (
 from nemo_aligner.launch.model_loading import load_from_nemo
 from nemo_aligner.models.nlp.gpt.megatron_gpt_regression_reward_model import (
     MegatronGPTRegressionRewardModel,
+    RewardModelType,
+    held_out_text,
 )
-from nemo_aligner.models.nlp.gpt.reward_model_classes import RewardModelType, held_out_text
 from nemo_aligner.training.optim import optimizer_step
 from tests.tiny_models import assert_gradients_of, tiny_config
 

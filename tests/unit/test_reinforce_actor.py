@@ -9,7 +9,7 @@ import torch
 from omegaconf import OmegaConf
 
 from nemo_aligner.models.alignable_interface import PolicyWithReference
-from nemo_aligner.models.nlp.gpt.megatron_gpt_reinforce_actor import (
+from nemo_aligner.models.nlp.gpt.megatron_gpt_policy import (
     MegatronGPTReinforceActorModel,
 )
 from nemo_aligner.training.optim import optimizer_step

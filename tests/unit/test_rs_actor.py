@@ -8,7 +8,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from nemo_aligner.models.nlp.gpt.megatron_gpt_rs_actor import MegatronGPTRSModel
+from nemo_aligner.models.nlp.gpt.megatron_gpt_policy import MegatronGPTRSModel
 from tests.tiny_models import PPO, logprobs_by_hand, tiny_config
 
 
