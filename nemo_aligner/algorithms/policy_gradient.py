@@ -18,11 +18,11 @@ The split of the work does not change the numbers:
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
 import torch
-from omegaconf import DictConfig
 from torch import Tensor
 
 from nemo_aligner.algorithms.alarms import check_policy_equals_reference
@@ -41,21 +41,24 @@ from nemo_aligner.algorithms.rollouts import (
     score_columns,
     shares_of_global_batches,
 )
-from nemo_aligner.algorithms.training_loop import TRAIN_TABLE_ROWS
+from nemo_aligner.algorithms.training_loop import TRAIN_TABLE_ROWS, Parts
 from nemo_aligner.core.errors import ConfigError
-from nemo_aligner.core.interfaces import (
-    CheckpointWriter,
-    Logger,
-    Optimizer,
-    PendingScores,
-    PromptIterator,
-    PromptLoaderBuilder,
-    RunTimer,
-    Scheduler,
-)
+from nemo_aligner.core.interfaces import PendingScores, PromptIterator, PromptLoaderBuilder
 from nemo_aligner.core.tensors import sample_seeds
 from nemo_aligner.core.types import InferenceBatch, Rollout, RolloutBatch, Scores
 from nemo_aligner.models.alignable_interface import PolicyWithReference
+
+
+@dataclass(frozen=True)
+class PromptParts:
+    """Where the prompts come from. A builder, called as `builder(consumed_samples=...)`, gives a
+    loader whose batch sampler yields this rank's micro-batches of rollouts.
+    """
+
+    train: PromptLoaderBuilder
+    validation: PromptLoaderBuilder | None
+    collate_fn: Any  # samples of the data set to an `InferenceBatch` with `idx`, the dataset index
+    iterator: PromptIterator  # (sampler_iter, num_microbatches, dataset, collate_fn) to batches
 
 
 class PolicyGradientTrainer(RolloutTrainer):
@@ -72,40 +75,18 @@ class PolicyGradientTrainer(RolloutTrainer):
 
     def __init__(
         self,
-        cfg: DictConfig,
-        model: PolicyWithReference,
-        optimizer: Optimizer,
-        scheduler: Scheduler,
-        train_dataloader_builder: PromptLoaderBuilder,
-        val_dataloader_builder: PromptLoaderBuilder | None,
-        collate_fn: Any,
-        batch_iterator_cls: PromptIterator,
-        logger: Logger,
-        ckpt_callback: CheckpointWriter,
-        run_timer: RunTimer,
+        parts: Parts,
+        prompts: PromptParts,
         num_rollouts_per_prompt: int,
         score: Callable[[Rollout], PendingScores],
     ):
-        """As the base class, and:
-
-        Args:
-            train_dataloader_builder, val_dataloader_builder: `builder(consumed_samples=...)` gives
-                a loader whose batch sampler yields this rank's micro-batches of rollouts.
-            collate_fn: samples of the dataset to an `InferenceBatch` with `idx`, the dataset
-                index.
-            batch_iterator_cls: `(sampler_iter, num_microbatches, dataset, collate_fn)` to batches.
-        """
         # Sizes that do not fit are refused now, not after the first steps.
-        if val_dataloader_builder is not None:
-            val_dataloader_builder(consumed_samples=0)
-        self.sampler = train_dataloader_builder(consumed_samples=0).batch_sampler
-        shared = cfg, model, optimizer, scheduler, self.sampler, logger, ckpt_callback, run_timer
-        super().__init__(*shared, num_rollouts_per_prompt, score)
-        self.train_dataloader_builder = train_dataloader_builder
-        self.val_dataloader_builder = val_dataloader_builder
-        self.has_validation = val_dataloader_builder is not None
-        self.collate_fn = collate_fn
-        self.batch_iterator_cls = batch_iterator_cls
+        if prompts.validation is not None:
+            prompts.validation(consumed_samples=0)
+        self.sampler = prompts.train(consumed_samples=0).batch_sampler
+        super().__init__(parts, self.sampler, num_rollouts_per_prompt, score)
+        self.prompts = prompts
+        self.has_validation = prompts.validation is not None
         self.resumed = False
         self.compute_init_policy_kl = self.cfg.initial_policy_kl_penalty > 0
 
@@ -180,8 +161,8 @@ class PolicyGradientTrainer(RolloutTrainer):
     # ---------------------------------------------------------------------------- parts of a step
 
     def validation_prompts(self) -> Iterable[InferenceBatch]:
-        assert self.val_dataloader_builder is not None
-        return self._prompts(self.val_dataloader_builder, 0)
+        assert self.prompts.validation is not None
+        return self._prompts(self.prompts.validation, 0)
 
     def _prompts(
         self, dataloader_builder: PromptLoaderBuilder, consumed_samples: int
@@ -189,15 +170,11 @@ class PolicyGradientTrainer(RolloutTrainer):
         dataloader = dataloader_builder(consumed_samples=consumed_samples)
         num_microbatches = compute_num_rollout_microbatches(dataloader)
         with self.timer("batch_iterator_init"):
-            return self.batch_iterator_cls(
-                iter(dataloader.batch_sampler),
-                num_microbatches,
-                dataloader.dataset,
-                self.collate_fn,
-            )
+            sampler, collate_fn = iter(dataloader.batch_sampler), self.prompts.collate_fn
+            return self.prompts.iterator(sampler, num_microbatches, dataloader.dataset, collate_fn)
 
     def _draw(self, sampling_step: int) -> CollectedRollout:
-        prompts = self._prompts(self.train_dataloader_builder, self.consumed_samples)
+        prompts = self._prompts(self.prompts.train, self.consumed_samples)
         source = self.source_of_logprobs
         compared = self.needs_sampling_logprobs and source is not None
         return self.draw(prompts, sampling_step, compared or source == "sampler")

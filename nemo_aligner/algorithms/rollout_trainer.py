@@ -33,18 +33,9 @@ from nemo_aligner.algorithms.rollouts import (
     with_indices,
     with_prompt_columns,
 )
-from nemo_aligner.algorithms.training_loop import TrainingLoop
-from nemo_aligner.config.defaults import complete
+from nemo_aligner.algorithms.training_loop import Parts, TrainingLoop
 from nemo_aligner.core.errors import ConfigError, UserError
-from nemo_aligner.core.interfaces import (
-    CheckpointWriter,
-    Logger,
-    Optimizer,
-    PendingScores,
-    PromptSampler,
-    RunTimer,
-    Scheduler,
-)
+from nemo_aligner.core.interfaces import PendingScores, PromptSampler
 from nemo_aligner.core.types import InferenceBatch, Rollout, Scores
 from nemo_aligner.models.alignable_interface import AlignableGenerativeInterface
 from nemo_aligner.parallel import parallel_state
@@ -102,42 +93,30 @@ class RolloutTrainer(TrainingLoop):
     WAIT_TIMER: ClassVar[str]  # of the time spent waiting for scores
     has_validation = True  # there are prompts for it
 
+    model: AlignableGenerativeInterface
+
     def __init__(
         self,
-        cfg: DictConfig,
-        model: AlignableGenerativeInterface,
-        optimizer: Optimizer,
-        scheduler: Scheduler,
+        parts: Parts,
         sampler: PromptSampler,
-        logger: Logger,
-        ckpt_callback: CheckpointWriter,
-        run_timer: RunTimer,
         responses_per_prompt: int,
         score: Callable[[Rollout], PendingScores],
     ):
-        """Every rank builds one.
-
-        Args:
-            cfg: `trainer.<section>`; missing keys take their values from the actor's YAML file.
-            model: the policy, with `cfg.seed`.
-            sampler: of the training prompts.
-            score: sends a micro-batch off to be scored.
+        """Every rank builds one. `sampler`: of the training prompts; `score` sends a micro-batch
+        off to be scored.
         """
-        section = f"trainer.{self.SECTION}"
-        cfg = complete(cfg, f"gpt_{self.SECTION}_actor", section)
-        outputs = logger, ckpt_callback, run_timer
-        super().__init__(cfg, section, model, optimizer, scheduler, *outputs)
+        super().__init__(parts, (f"gpt_{self.SECTION}_actor", f"trainer.{self.SECTION}"))
         self.bar = f"{self.NAME} Global Step"
         self.score = scores_of(score)
 
         self.optimization_step = 0
-        self.seed = int(model.cfg.seed)
+        self.seed = int(self.model.cfg.seed)
         self.num_rollouts_per_prompt = int(responses_per_prompt)
         self.num_rollout_samples = sampler.global_batch_size
         self.num_steps_per_epoch = compute_num_steps_per_epoch(sampler)
         self.set_max_steps()
-        self.val_check_interval, self.save_interval = cfg.val_check_interval, cfg.save_interval
-        self.run_init_validation = cfg.run_init_validation
+        for key in ("val_check_interval", "save_interval", "run_init_validation"):
+            setattr(self, key, self.cfg[key])
 
         self.train_df = self.val_df = training_loop.empty_table()
         self.timer = ScopedTimer(
