@@ -43,17 +43,9 @@ from nemo_aligner.parallel.collectives import gathered
 from nemo_aligner.servers.futures import wait_for_all
 from nemo_aligner.training.finite import naming_step
 from nemo_aligner.training.optim import train_on_batch
-from nemo_aligner.training.schedule import (
-    compute_max_steps,
-    compute_num_steps_per_epoch,
-)
+from nemo_aligner.training.schedule import compute_max_steps, compute_num_steps_per_epoch
 from nemo_aligner.training.timers import ScopedTimer, log_phase
-from nemo_aligner.training.token_counts import (
-    FORWARD,
-    TRAIN,
-    in_short,
-    log_token_counts,
-)
+from nemo_aligner.training.token_counts import FORWARD, TRAIN, in_short, log_token_counts
 
 # "Step" of the random streams of every validation: always the same, so that validations can be
 # compared. Rollouts of critic warm-up have the steps -critic_warmup_steps .. -1.

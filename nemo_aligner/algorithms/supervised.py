@@ -31,11 +31,7 @@ from nemo_aligner.training.schedule import (
     supervised_max_steps,
 )
 from nemo_aligner.training.timers import ScopedTimer
-from nemo_aligner.training.token_counts import (
-    TRAIN,
-    in_short,
-    log_token_counts,
-)
+from nemo_aligner.training.token_counts import TRAIN, in_short, log_token_counts
 
 
 class SupervisedTrainer(TrainingLoop):

@@ -203,11 +203,7 @@ def test_dropout_in_training_is_heard_at_the_first_update(tiny_tokenizer_dir, wa
             r"^PPO step 0: rewards of sample 5 \(.* is -inf; 1 of 8 are not finite",
         ),
         # A real client refuses such values by itself.
-        (
-            1,
-            NAN,
-            r"^PPO step 0: update 1 of its rollout: the loss is nan \(first in samples \d",
-        ),
+        (1, NAN, r"^PPO step 0: update 1 of its rollout: the loss is nan \(first in samples \d"),
     ],
 )
 def test_a_reward_or_a_value_that_is_not_finite_ends_the_run(tiny_tokenizer_dir, part, bad, words):
@@ -268,8 +264,7 @@ def test_a_critic_update_that_is_not_finite_is_refused_and_the_critic_goes_on(
     returns[1, 2] = 1e30  # finite; its square is not
     monkeypatch.setattr(validation, "LARGEST_NUMBER", 1e31)
     with pytest.raises(
-        NonFiniteError,
-        match=r"^critic step 1: the loss is inf \(first in sample 1 of the share",
+        NonFiniteError, match=r"^critic step 1: the loss is inf \(first in sample 1 of the share"
     ):
         server.run_training(**request | {"returns": returns})
     server._recover(None)

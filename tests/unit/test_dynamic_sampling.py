@@ -11,17 +11,10 @@ import torch
 
 from nemo_aligner.algorithms.dynamic_sampling import DrawnPrompts, rewards_differ
 from nemo_aligner.algorithms.rollouts import PPORolloutBatch
-from nemo_aligner.core.errors import ConfigError
 from nemo_aligner.core.types import Scores
 from nemo_aligner.data.nlp.samplers import MegatronPretrainingRandomSampler
 from nemo_aligner.parallel import parallel_state
-from tests.ppo_fakes import (
-    NUM_PROMPTS,
-    FakeRewards,
-    Prompts,
-    fit_until_stopped,
-    make_trainer,
-)
+from tests.ppo_fakes import NUM_PROMPTS, FakeRewards, Prompts, fit_until_stopped, make_trainer
 
 
 class DullRewards(FakeRewards):
@@ -170,10 +163,3 @@ def test_prompts_that_cannot_be_used_have_no_signal():
     rewards = torch.tensor([1.0, 0.0, 1.0, 0.0, 1.0, 1.0])
     counts = torch.tensor([True, True, False, True, False, False])
     assert rewards_differ(rewards, counts, 2).tolist() == [True, False, False]
-
-
-def test_data_in_order_are_refused():
-    with pytest.raises(ConfigError, match="dynamic_sampling_rounds=2 .* random sampler"):
-        make_trainer(
-            advantage_estimator="grpo", num_rollouts_per_prompt=2, dynamic_sampling_rounds=2
-        )

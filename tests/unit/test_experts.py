@@ -70,33 +70,26 @@ def as_mixtral(weights, cfg, vocab):
         "model.norm.weight": weights["decoder.final_layernorm.weight"],
         "lm_head.weight": weights["output_layer.weight"],
     }
-    groups, per_group, size = 2, 2, 8
     for i in range(cfg.num_layers):
         ours, theirs = f"decoder.layers.{i}.", f"model.layers.{i}."
-        grouped = weights[ours + "self_attention.linear_qkv.weight"].view(
-            groups, per_group + 2, size, -1
-        )
+        grouped = weights[ours + "self_attention.linear_qkv.weight"].unflatten(0, (2, 4, 8))
+        queries, keys, values = grouped.split([2, 1, 1], 1)  # of a group, 8 rows each
         experts = [ours + f"mlp.experts.local_experts.{e}." for e in range(EXPERTS)]
+        first, second = (
+            torch.stack([weights[f"{e}linear_fc{n}.weight"] for e in experts]) for n in (1, 2)
+        )
         mapped |= {
-            theirs + "self_attn.q_proj.weight": grouped[:, :per_group].reshape(
-                groups * per_group * size, -1
-            ),
-            theirs + "self_attn.k_proj.weight": grouped[:, per_group].reshape(groups * size, -1),
-            theirs + "self_attn.v_proj.weight": grouped[:, per_group + 1].reshape(
-                groups * size, -1
-            ),
+            theirs + "self_attn.q_proj.weight": queries.flatten(0, 2),
+            theirs + "self_attn.k_proj.weight": keys.flatten(0, 2),
+            theirs + "self_attn.v_proj.weight": values.flatten(0, 2),
             theirs + "self_attn.o_proj.weight": weights[
-                ours + "self_attention.linear_proj.weight"
+                f"{ours}self_attention.linear_proj.weight"
             ],
             theirs + "input_layernorm.weight": weights[ours + "input_layernorm.weight"],
             theirs + "post_attention_layernorm.weight": weights[ours + "pre_mlp_layernorm.weight"],
             theirs + "mlp.gate.weight": weights[ours + "mlp.router.weight"],
-            theirs + "mlp.experts.gate_up_proj": torch.stack(
-                [weights[e + "linear_fc1.weight"] for e in experts]
-            ),
-            theirs + "mlp.experts.down_proj": torch.stack(
-                [weights[e + "linear_fc2.weight"] for e in experts]
-            ),
+            theirs + "mlp.experts.gate_up_proj": first,
+            theirs + "mlp.experts.down_proj": second,
         }
     hf.load_state_dict(mapped)
     return hf
@@ -109,12 +102,8 @@ def test_logits_and_gradients_equal_mixtral(tiny_tokenizer_dir):
     hf = as_mixtral(weights, cfg, model.padded_vocab_size)
 
     def loss_of(logits, tokens):
-        return (
-            torch.nn.functional.cross_entropy(
-                logits[:, :-1].transpose(1, 2), tokens[:, 1:], reduction="sum"
-            )
-            / 14
-        )
+        rows = logits[:, :-1].transpose(1, 2)
+        return torch.nn.functional.cross_entropy(rows, tokens[:, 1:], reduction="sum") / 14
 
     expected = hf(TOKENS).logits
     torch.testing.assert_close(logits_of(model), expected.detach(), atol=2e-4, rtol=1e-4)
@@ -132,18 +121,13 @@ def test_logits_and_gradients_equal_mixtral(tiny_tokenizer_dir):
     }
     for i, layer in enumerate(hf.model.layers):
         mlp = f"decoder.layers.{i}.mlp."
-        torch.testing.assert_close(
-            ours[mlp + "router.weight"], layer.mlp.gate.weight.grad, atol=1e-4, rtol=1e-4
-        )
+        theirs = {"router.weight": layer.mlp.gate.weight.grad}
         for e in range(EXPERTS):
-            expert = mlp + f"experts.local_experts.{e}.linear_"
-            for name, theirs in (
-                ("fc1", layer.mlp.experts.gate_up_proj),
-                ("fc2", layer.mlp.experts.down_proj),
-            ):
-                torch.testing.assert_close(
-                    ours[f"{expert}{name}.weight"], theirs.grad[e], atol=1e-4, rtol=1e-4
-                )
+            expert = f"experts.local_experts.{e}.linear_"
+            theirs[f"{expert}fc1.weight"] = layer.mlp.experts.gate_up_proj.grad[e]
+            theirs[f"{expert}fc2.weight"] = layer.mlp.experts.down_proj.grad[e]
+        for name, gradient in theirs.items():
+            torch.testing.assert_close(ours[mlp + name], gradient, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("top_k, pre_softmax", [(1, True), (2, True), (3, False)])
@@ -268,53 +252,34 @@ def test_balance_losses_are_metrics(tiny_tokenizer_dir, layers):
     assert set(metrics) == {"loss"}
 
 
-@pytest.mark.parametrize(
-    "keys, message",
-    [
-        (
-            {"expert_model_parallel_size": 3},
-            "num_moe_experts=4.*multiple of model.expert_model_parallel_size=3",
-        ),
-        (
-            {"num_moe_experts": None, "expert_model_parallel_size": 2},
-            "expert_model_parallel_size=2.*is not set",
-        ),
-        ({"moe_router_topk": 5}, "moe_router_topk=5.*num_moe_experts=4"),
-        ({"moe_router_topk": 1}, "moe_router_topk=1 needs model.moe_router_pre_softmax=True"),
-        ({"moe_router_load_balancing_type": "sinkhorn"}, "'sinkhorn'.*aux_loss or none"),
-        (
-            {"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.1},
-            "moe_aux_loss_coeff=0.1 has no effect",
-        ),
-        ({"moe_token_dispatcher_type": "allgather"}, "'allgather'.*only alltoall"),
-        ({"moe_layer_freq": 0}, "moe_layer_freq=0 must be a whole number from 1 on"),
-        ({"moe_layer_freq": [1, 0, 1]}, "list with 1 .experts. or 0 .*num_layers=2"),
-        ({"moe_layer_freq": [0, 0]}, "no layer of pipeline stage 0 has experts"),
-        (
-            {"moe_layer_freq": 2, "pipeline_model_parallel_size": 2},
-            "no layer of pipeline stage 1 has experts with model.moe_layer_freq=2",
-        ),
-        (
-            {
-                "num_layers": 4,
-                "moe_layer_freq": [1, 0, 1, 0],
-                "pipeline_model_parallel_size": 2,
-                "num_layers_in_last_pipeline_stage": 1,
-            },
-            "no layer of pipeline stage 1",
-        ),
-        (
-            {"moe_shared_expert_intermediate_size": 16, "bias": True},
-            "moe_shared_expert_intermediate_size=16 needs model.bias=False",
-        ),
-        ({"moe_shared_expert_gate": True}, "moe_shared_expert_gate=True needs"),
-        ({"tensor_model_parallel_size": 2}, "needs model.sequence_parallel=True"),
-        (
-            {"tensor_model_parallel_size": 2, "sequence_parallel": True, "bias": True},
-            "needs model.bias=False",
-        ),
-    ],
-)
+TWO_STAGES = {"pipeline_model_parallel_size": 2}
+SHARED = {"moe_shared_expert_intermediate_size": 16}
+REFUSED = [
+    ({"expert_model_parallel_size": 3}, "num_moe_experts=4.*multiple of .*parallel_size=3"),
+    ({"num_moe_experts": None, "expert_model_parallel_size": 2}, "size=2.*is not set"),
+    ({"moe_router_topk": 5}, "moe_router_topk=5.*num_moe_experts=4"),
+    ({"moe_router_topk": 1}, "moe_router_topk=1 needs model.moe_router_pre_softmax=True"),
+    ({"moe_router_load_balancing_type": "sinkhorn"}, "'sinkhorn'.*aux_loss or none"),
+    (
+        {"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.1},
+        "moe_aux_loss_coeff=0.1 has no effect",
+    ),
+    ({"moe_token_dispatcher_type": "allgather"}, "'allgather'.*only alltoall"),
+    ({"moe_layer_freq": 0}, "moe_layer_freq=0 must be a whole number from 1 on"),
+    ({"moe_layer_freq": [1, 0, 1]}, "list with 1 .experts. or 0 .*num_layers=2"),
+    ({"moe_layer_freq": [0, 0]}, "no layer of pipeline stage 0 has experts"),
+    ({"moe_layer_freq": 2, **TWO_STAGES}, "pipeline stage 1 has experts with .*freq=2"),
+    ({**SHARED, "bias": True}, "moe_shared_expert_intermediate_size=16 needs model.bias=False"),
+    ({"moe_shared_expert_gate": True}, "moe_shared_expert_gate=True needs"),
+    ({"tensor_model_parallel_size": 2}, "needs model.sequence_parallel=True"),
+    (
+        {"tensor_model_parallel_size": 2, "sequence_parallel": True, "bias": True},
+        "needs model.bias=False",
+    ),
+]
+
+
+@pytest.mark.parametrize("keys, message", REFUSED)
 def test_refused_combinations(tiny_tokenizer_dir, keys, message):
     with pytest.raises(ConfigError, match=message):
         build_transformer_config(

@@ -13,7 +13,6 @@ from nemo_aligner.algorithms import ppo
 from nemo_aligner.algorithms.ppo_data import with_normalized_rewards
 from nemo_aligner.algorithms.rollouts import repeat_prompts
 from nemo_aligner.core.advantages import RunningMoments
-from nemo_aligner.core.errors import ConfigError
 from tests.ppo_fakes import NUM_PROMPTS, make_trainer, stopped_and_resumed
 
 NAN = float("nan")
@@ -181,13 +180,9 @@ EVERYTHING = {
             {"kl_estimator": name, "initial_policy_kl_penalty": 0.5}
             for name in ("k1", "abs", "k2", "k3")
         ),
-        {"critic_gae_lambda": 1.0},
         {"critic_gae_lambda": 0.0, "discount_factor": 0.9},
-        {"advantage_clip": 0.5},
         {"advantage_clip": 0.5, "normalize_advantages": False},
-        {"reward_clip": 0.7},
         {"whiten_rewards": True},
-        {"overlong_buffer_len": 4},
         {"overlong_buffer_len": 6, "overlong_penalty_factor": 2.5},
         {**EVERYTHING, "critic_gae_lambda": 0.7},
         {"advantage_estimator": "reinforce_plus_plus"},
@@ -197,9 +192,7 @@ EVERYTHING = {
             "discount_factor": 0.8,
         },
         {"advantage_estimator": "reinforce_plus_plus", **EVERYTHING, "whiten_rewards": False},
-        {"advantage_estimator": "rloo"},
         {"advantage_estimator": "rloo", **EVERYTHING, "whiten_rewards": False},
-        {"advantage_estimator": "grpo"},
         {"advantage_estimator": "grpo", "kl_estimator": "k3", "initial_policy_kl_penalty": 0.5},
         {"advantage_estimator": "grpo", **EVERYTHING, "whiten_rewards": False},
         {"teacher_kl_coef": 1.0},
@@ -210,9 +203,7 @@ EVERYTHING = {
             for gamma in (0.0, 1.0)
         ),
     ],
-    ids=lambda changes: (
-        "-".join(f"{key}={value}" for key, value in changes.items())[:60] or "defaults"
-    ),
+    ids=lambda changes: " ".join(f"{key}={value}" for key, value in changes.items())[:60],
 )
 def test_data_equal_a_loop_over_plain_numbers(changes):
     trainer = make_trainer(max_response_length=6, **changes)
@@ -282,18 +273,9 @@ def test_metrics_say_what_was_clipped_and_taken_off():
     _, metrics = make_trainer(
         max_response_length=6, kl_estimator="k2", **settings
     ).generate_ppo_data(scored_rollout(True))
-    lengths = [
-        4,
-        5,
-        3,
-        7,
-        2,
-        7,
-        1,
-    ]  # of the responses: nothing is taken off up to 2 tokens, everything from 6 on
-    assert metrics["overlong_penalty"] == pytest.approx(
-        -(2 / 4 + 3 / 4 + 1 / 4 + 1 + 0 + 1 + 0) / 7
-    )
+    lengths = [4, 5, 3, 7, 2, 7, 1]  # nothing is taken off up to 2 tokens, everything from 6 on
+    taken = 2 / 4 + 3 / 4 + 1 / 4 + 1 + 0 + 1 + 0
+    assert metrics["overlong_penalty"] == pytest.approx(-taken / 7)
     assert metrics["fraction_of_rewards_clipped"] == pytest.approx(3 / 7)  # 1.5, 2.0 and -2.5
     assert metrics["fraction_of_advantages_clipped"] > 0.9
     rollout = scored_rollout(True)
@@ -339,9 +321,8 @@ def test_responses_have_streams_of_their_own_which_more_responses_do_not_change(
     assert "sample_seeds" not in batch
 
 
-@pytest.mark.parametrize("estimator", ["gae", "grpo"])
-def test_each_prompt_gets_several_responses(estimator):
-    settings = dict(advantage_estimator=estimator, max_steps=1, val_check_interval=1)
+def test_each_prompt_gets_several_responses():
+    settings = dict(advantage_estimator="grpo", max_steps=1, val_check_interval=1)
     once = make_trainer(num_rollouts_per_prompt=1, **settings)
     thrice = make_trainer(num_rollouts_per_prompt=3, **settings)
     for trainer in (once, thrice):
@@ -355,38 +336,23 @@ def test_each_prompt_gets_several_responses(estimator):
     for prompt, (response,) in first.items():
         assert len(all_responses[prompt]) == 3 and response in all_responses[prompt]
     assert any(len(set(responses)) == 3 for responses in all_responses.values())
-    assert once.logger.series("val_rollouts/rewards") == thrice.logger.series(
-        "val_rollouts/rewards"
-    )
+    rewards = [trainer.logger.series("val_rollouts/rewards") for trainer in (once, thrice)]
+    assert rewards[0] == rewards[1]
 
 
 # ------------------------------------------------------------------------------ without a critic
 
 
 @pytest.mark.parametrize("estimator", ["reinforce_plus_plus", "rloo", "grpo"])
-def test_without_a_critic_a_run_has_no_values_and_resumes_exactly(estimator):
-    settings = dict(
-        advantage_estimator=estimator,
-        num_rollouts_per_prompt=2,
-        val_check_interval=1,
-        save_interval=1,
-    )
-    whole = make_trainer(**settings)
-    whole.fit()
-    assert whole.step == 3 and len(whole.model.batches) == 12
-    names = {name for name, _, _ in whole.logger.metrics}
-    assert not [
-        name for name in names if "values" in name or "returns" in name or "critic_loss" in name
-    ]
-    assert all(set(batch).isdisjoint({"values", "returns"}) for batch in whole.model.batches)
-    kl = dict(whole.logger.series("train_rollouts/init_policy_kl"))
+def test_without_a_critic_a_run_has_no_values(estimator):
+    trainer = make_trainer(advantage_estimator=estimator, num_rollouts_per_prompt=2)
+    trainer.fit()
+    assert trainer.step == 3 and len(trainer.model.batches) == 12
+    names = " ".join(name for name, _, _ in trainer.logger.metrics)
+    assert not any(word in names for word in ("values", "returns", "critic_loss"))
+    assert all(set(batch).isdisjoint({"values", "returns"}) for batch in trainer.model.batches)
+    kl = dict(trainer.logger.series("train_rollouts/init_policy_kl"))
     assert kl[0] == 0.0 and kl[2] > 0
-
-    second = stopped_and_resumed(**settings)
-    assert second.model.weight == whole.model.weight and second.state_dict() == whole.state_dict()
-    for resumed, uninterrupted in zip(second.model.batches, whole.model.batches[4:], strict=True):
-        for key, value in uninterrupted.items():
-            torch.testing.assert_close(resumed[key], value, rtol=0, atol=0, equal_nan=True)
 
 
 # -------------------------------------------------------------------------------------------- KL
@@ -477,6 +443,11 @@ def test_target_kl_skips_the_other_updates_of_the_rollout():
         "critic_train_result",
     ]  # the update is brought to its end
 
+    trainer = make_trainer(ppo_epochs=2, target_kl=0.0)
+    trainer.fit()  # only the first update of each rollout finds no distance
+    skipped = [value for _, value in trainer.logger.series("train_optim/updates_skipped")]
+    assert trainer.step == 3 and trainer.ppo_optimization_step == 6 and skipped == [2, 2, 2]
+
     trainer = make_trainer(ppo_epochs=3, target_kl=1e9)
     trainer.fit()
     assert trainer.model.weight == free.model.weight
@@ -484,25 +455,12 @@ def test_target_kl_skips_the_other_updates_of_the_rollout():
     assert free.logger.series("train_optim/updates_skipped") == []
 
 
-def test_each_rollout_starts_anew_after_an_early_stop():
-    trainer = make_trainer(ppo_epochs=2, target_kl=0.0)
-    trainer.fit()  # only the first update of a rollout finds no distance
-    assert trainer.step == 3 and trainer.ppo_optimization_step == 6
-    assert [value for _, value in trainer.logger.series("train_optim/updates_skipped")] == [
-        2,
-        2,
-        2,
-    ]
-
-
 @pytest.mark.parametrize(
     "changes, named",
     [
-        ({}, None),
         ({"use_absolute_kl": True, "kl_estimator": "k1"}, None),
         ({"use_absolute_kl": True, "initial_policy_kl_penalty": 0.0}, None),
         ({"use_absolute_kl": True}, "use_absolute_kl=True: "),
-        ({"kl_estimator": "abs"}, "kl_estimator=abs: "),
         ({"kl_estimator": "k3"}, "kl_estimator=k3: "),
     ],
 )
@@ -510,12 +468,7 @@ def test_a_kl_in_the_reward_that_does_not_regularise_is_named(monkeypatch, chang
     said = []
     monkeypatch.setattr(ppo.logging, "warning", said.append)
     make_trainer(**changes)
-    if named is None:
-        assert said == []
-    else:
-        (text,) = said
-        assert text.startswith(f"trainer.ppo.{named}")
-        assert "Set use_absolute_kl=False and kl_estimator=null" in text  # the first case
+    assert [text.startswith(f"trainer.ppo.{named}") for text in said] == [True] * bool(named)
 
 
 def test_kl_in_the_loss_brings_the_references_log_probs():
@@ -537,8 +490,3 @@ def test_kl_in_the_loss_brings_the_references_log_probs():
         "train_rollouts/rewards_with_kl"
     )
     assert "init_logprobs" not in plain.model.batches[0] and "init_logprobs" not in plain.events
-
-
-def test_a_trainer_refuses_an_unknown_estimator():
-    with pytest.raises(ConfigError, match="advantage_estimator='gro' must be one of gae, "):
-        make_trainer(advantage_estimator="gro")

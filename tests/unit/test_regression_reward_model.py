@@ -218,20 +218,10 @@ def test_validation_over_uneven_batches_is_the_correlation_of_the_whole_set(
 
 def test_held_out_text():
     pairs, labels = RewardModelType.BINARY_RANKING, RewardModelType.REGRESSION
-    assert (
-        held_out_text(pairs, {"loss": 0.1, "acc": 0.98046875}, 256.0)
-        == "held-out accuracy 0.980 on 256 pairs"
-    )
-    assert (
-        held_out_text(labels, {"correlation": 0.9}, 64.0)
-        == "held-out correlation 0.900 on 64 labels"
-    )
-    assert (
-        held_out_text(
-            labels, {"correlation": 0.5, "correlation_0": 0.25, "correlation_2": 0.75}, 9.0, 3
-        )
-        == "held-out correlation 0.500 on 9 labels (by attribute 0: 0.250, 2: 0.750)"
-    )
-    assert (
-        held_out_text(labels, {"loss": 1.0}, 1.0) == "held-out correlation undefined on 1 labels"
-    )
+    parts = {"correlation": 0.5, "correlation_0": 0.25, "correlation_2": 0.75}
+    for kind, metrics, count, text in (
+        (pairs, {"loss": 0.1, "acc": 0.98046875}, 1, "accuracy 0.980 on 256 pairs"),
+        (labels, parts, 3, "correlation 0.500 on 256 labels (by attribute 0: 0.250, 2: 0.750)"),
+        (labels, {"loss": 1.0}, 1, "correlation undefined on 256 labels"),
+    ):
+        assert held_out_text(kind, metrics, 256.0, count) == f"held-out {text}"

@@ -106,11 +106,7 @@ class LogProbsMixin(NLPAdapterModelMixin):
         return metrics["loss"], metrics
 
     def compute_sft_loss(
-        self,
-        batch: SFTBatch,
-        forward_only: bool,
-        loss_reduction: str,
-        micro_batch_size: int,
+        self, batch: SFTBatch, forward_only: bool, loss_reduction: str, micro_batch_size: int
     ) -> tuple[float, dict[str, float]]:
         """Negative log-likelihood of the labels of a global batch, and its gradient unless
         `forward_only`; all ranks call it with their share. Metrics: `loss`, and `weights`, the

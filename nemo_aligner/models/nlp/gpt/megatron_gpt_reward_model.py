@@ -25,10 +25,7 @@ from nemo_aligner.generation.text import tokenize_batch
 from nemo_aligner.models.alignable_interface import Inferrable, SupervisedInterface
 from nemo_aligner.models.nlp.gpt.adapter_mixin import NLPAdapterModelMixin
 from nemo_aligner.models.nlp.gpt.gpt_reward_model import GPTRewardModel
-from nemo_aligner.models.nlp.gpt.megatron_gpt_model import (
-    MegatronGPTModel,
-    weights_of_samples,
-)
+from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel, weights_of_samples
 from nemo_aligner.models.nlp.gpt.megatron_layers import build_layer_spec
 from nemo_aligner.parallel.device import get_device
 from nemo_aligner.training.megatron_steps import (
