@@ -155,7 +155,7 @@ def train_distill(cfg: DictConfig) -> None:
     (`serve teacher`) instead, also for responses that the student gives itself.
     """
     with long_imports():
-        from nemo_aligner.algorithms.on_policy_distillation import OnPolicyDistillationTrainer
+        from nemo_aligner.algorithms.distillation import OnPolicyDistillationTrainer
         from nemo_aligner.data.nlp.builders import datasets_of_job
         from nemo_aligner.launch.experiment import start_with_model
         from nemo_aligner.launch.supervised_job import build_dataloaders, train_supervised
@@ -191,7 +191,7 @@ def logits(cfg: DictConfig) -> None:
     examples out to several jobs, each with a file of its own. docs/algorithms.md says more.
     """
     with long_imports():
-        from nemo_aligner.algorithms.topk_logits import write_topk_logits
+        from nemo_aligner.algorithms.distillation import write_topk_logits
         from nemo_aligner.checkpoint.sources import open_source
         from nemo_aligner.data.nlp.builders import build_sft_dataset
         from nemo_aligner.data.nlp.chat import sft_chat_options

@@ -15,7 +15,9 @@ from typing import Any
 DOORS = {
     "algorithms.dynamic_sampling": "algorithms.policy_gradient",
     "algorithms.kto": "algorithms.dpo",
+    "algorithms.on_policy_distillation": "algorithms.distillation",
     "algorithms.ppo_corrections": "algorithms.ppo_data",
+    "algorithms.topk_logits": "algorithms.distillation",
     "losses": "core.distillation core.estimators core.losses core.preference",
     "metrics": "core.metrics launch.script_steps",
     "metrics.common": "launch.script_steps",

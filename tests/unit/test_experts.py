@@ -198,9 +198,8 @@ def test_gradients_of_the_balance_losses(tiny_tokenizer_dir):
     weight = router.weight.detach().clone().requires_grad_()
     logits = hidden.reshape(15, 32) @ weight.T
     share_of_tokens = chosen.float().sum(0) / (15 * 2)
-    balance = (
-        EXPERTS * (share_of_tokens * logits.softmax(-1).mean(0)).sum()
-    )  # Switch Transformer, eq. 4
+    # Switch Transformer, eq. 4.
+    balance = EXPERTS * (share_of_tokens * logits.softmax(-1).mean(0)).sum()
     z_loss = logits.logsumexp(-1).square().mean()  # ST-MoE, eq. 5
     (0.7 * balance + 0.2 * z_loss).backward()
     torch.testing.assert_close(gradient, weight.grad, atol=1e-6, rtol=1e-4)

@@ -1,7 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The variants of PPO in the trainer: their data against loops over plain numbers, and whole runs
-among fakes.
+"""The variants of PPO in the trainer: their data against loops over plain numbers, whole runs
+among fakes, and numbers by hand.
 """
 
 import math
@@ -11,8 +11,9 @@ import torch
 
 from nemo_aligner.algorithms import ppo
 from nemo_aligner.algorithms.ppo_data import with_normalized_rewards
-from nemo_aligner.algorithms.rollouts import repeat_prompts
-from nemo_aligner.core.advantages import RunningMoments
+from nemo_aligner.core.advantages import RunningMoments, calculate_ppo_rewards
+from nemo_aligner.core.masks import create_mask
+from nemo_aligner.core.tensors import sample_seeds
 from tests.ppo_fakes import NUM_PROMPTS, make_trainer, stopped_and_resumed
 
 NAN = float("nan")
@@ -298,29 +299,6 @@ def rows_by_prompt(batches) -> dict:
     return rows
 
 
-def test_responses_have_streams_of_their_own_which_more_responses_do_not_change():
-    batch = {"idx": torch.tensor([4, 0, 9])}
-    two, five = (list(repeat_prompts([batch], n, seed=1, step=2)) for n in (2, 5))
-    assert all(len(part["idx"]) == 3 for part in (*two, *five))
-    seeds = {
-        len(parts): torch.cat([part["sample_seeds"] for part in parts]).view(3, len(parts))
-        for parts in (two, five)
-    }
-    assert torch.equal(seeds[5][:, :2], seeds[2])
-    (one,) = repeat_prompts([batch], 1, seed=1, step=2)
-    assert torch.equal(one["sample_seeds"], seeds[2][:, 0]) and torch.equal(
-        one["sample_key"], batch["idx"]
-    )
-    assert torch.cat([part["idx"] for part in two]).tolist() == [4, 4, 0, 0, 9, 9]
-    assert torch.stack([b["sample_seeds"] for b in five]).unique().numel() == 15
-    assert torch.stack([b["sample_key"] for b in five]).unique().numel() == 15
-    other_step = list(repeat_prompts([batch], 5, seed=1, step=3))
-    assert not any(
-        torch.isin(a["sample_seeds"], b["sample_seeds"]).any() for a in five for b in other_step
-    )
-    assert "sample_seeds" not in batch
-
-
 def test_each_prompt_gets_several_responses():
     settings = dict(advantage_estimator="grpo", max_steps=1, val_check_interval=1)
     once = make_trainer(num_rollouts_per_prompt=1, **settings)
@@ -415,15 +393,6 @@ def test_weights_of_samples_multiply_their_advantages():
     assert not weighted["mask"][3].any()
 
 
-def test_a_fixed_penalty_is_the_configurations_also_after_an_adaptive_one():
-    trainer = make_trainer(initial_policy_kl_penalty=0.02)
-    trainer.load_state_dict(
-        {"step": 1, "consumed_samples": 8, "ppo_optimization_step": 2, "kl_coef": 0.5}
-    )
-    assert "kl_coef" not in trainer.state_dict()
-    assert trainer.generate_ppo_data(scored_rollout(True))[1]["kl_penalty"] == 0.02
-
-
 def test_target_kl_skips_the_other_updates_of_the_rollout():
     free = make_trainer(ppo_epochs=3)
     free.fit()
@@ -438,10 +407,11 @@ def test_target_kl_skips_the_other_updates_of_the_rollout():
     assert trainer.ppo_optimization_step == trainer.scheduler.num_steps == done
     assert trainer.logger.series("train_optim/updates_skipped") == [(done, 6 - done)]
     assert [value for _, value in trainer.logger.series("train_optim/approx_kl")] == kl[:done]
+    # The update is brought to its end.
     assert trainer.events[-2:] == [
         "finish_training",
         "critic_train_result",
-    ]  # the update is brought to its end
+    ]
 
     trainer = make_trainer(ppo_epochs=2, target_kl=0.0)
     trainer.fit()  # only the first update of each rollout finds no distance
@@ -481,12 +451,46 @@ def test_kl_in_the_loss_brings_the_references_log_probs():
             batch["init_logprobs"][on_responses], reference[on_responses], rtol=0, atol=0
         )
         assert (batch["init_logprobs"][~on_responses] == 0).all()
-    assert (
-        dict(trainer.logger.series("train_rollouts/init_policy_kl"))[2] > 0
-    )  # measured, but not in the reward
-    plain = make_trainer(initial_policy_kl_penalty=0.0)
+    # Measured, but not in the reward.
+    assert dict(trainer.logger.series("train_rollouts/init_policy_kl"))[2] > 0
+    plain, name = make_trainer(initial_policy_kl_penalty=0.0), "train_rollouts/rewards_with_kl"
     plain.fit()
-    assert plain.logger.series("train_rollouts/rewards_with_kl") == trainer.logger.series(
-        "train_rollouts/rewards_with_kl"
-    )
+    assert plain.logger.series(name) == trainer.logger.series(name)
     assert "init_logprobs" not in plain.model.batches[0] and "init_logprobs" not in plain.events
+
+
+# ------------------------------------------------------------------------------- by hand
+
+
+def test_reward_sits_at_the_last_response_column():
+    values = torch.zeros(3, 5)
+    per_token = calculate_ppo_rewards(
+        values, torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([6, 3, 1]), 0.0
+    )
+    assert per_token.tolist() == [[0, 0, 0, 0, 1], [0, 2, 0, 0, 0], [3, 0, 0, 0, 0]]
+    # A factor of 0 does not read the KL at all.
+    plain = calculate_ppo_rewards(values, torch.ones(3), torch.full((3,), 4), values + NAN)
+    assert not plain.isnan().any()
+
+
+def test_mask_has_as_many_ones_as_response_tokens():
+    prompt, total = torch.tensor([1, 3, 4]), torch.tensor([5, 3, 9])
+    mask = create_mask(torch.empty(3, 8), prompt, total)
+    assert mask.tolist() == [[1, 1, 1, 1, 0, 0, 0, 0], [0] * 8, [0, 0, 0, 1, 1, 1, 1, 1]]
+
+
+def _python_splitmix64(state):
+    z = (state + 0x9E3779B97F4A7C15) % 2**64
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
+    return z ^ (z >> 31)
+
+
+def test_sample_seeds_against_unbounded_integers():
+    # First output of the published generator for seed 0.
+    assert _python_splitmix64(0) == 0xE220A8397B1DCDAF
+    idx = torch.tensor([0, 1, 5, 2**40])
+    for seed, step in [(1234, 0), (0, 7), (2**31 - 1, 10**6)]:
+        state = _python_splitmix64((_python_splitmix64(seed) + step) % 2**64)
+        expected = [_python_splitmix64((state + i) % 2**64) % 2**63 for i in idx.tolist()]
+        assert sample_seeds(seed, step, idx).tolist() == expected

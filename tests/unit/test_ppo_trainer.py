@@ -11,12 +11,12 @@ import torch
 from nemo.utils import logging
 
 from nemo_aligner.algorithms import ppo
-from nemo_aligner.algorithms.rollouts import PPORolloutBatch, compute_rollout_metrics
+from nemo_aligner.algorithms.rollouts import compute_rollout_metrics
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.core.types import Scores
 from nemo_aligner.training.stop_requests import stop_requests
 from tests import ppo_fakes
-from tests.ppo_fakes import NUM_PROMPTS, fit_until_stopped, make_trainer
+from tests.ppo_fakes import fit_until_stopped, make_trainer
 from tests.reinforce_fakes import make_reinforce_trainer
 from tests.rs_fakes import make_rs_trainer
 
@@ -310,28 +310,6 @@ def test_validation_scores_the_same_text_each_time(make, name):
     assert candidates[f"val_{rewards}"] == found[-1][1] and candidates["step"] == 3
 
 
-def test_rewards_of_an_ensemble_are_logged_by_name():
-    trainer = make_trainer(max_steps=1, val_check_interval=1)
-    trainer.fit()
-    for family in ("train_rollouts", "val_rollouts"):
-        assert trainer.logger.series(f"{family}/rewards_kind") == trainer.logger.series(
-            f"{family}/rewards"
-        )
-        ((_, terse),) = trainer.logger.series(f"{family}/rewards_terse")
-        assert terse == pytest.approx(-trainer.logger.series(f"{family}/response_lengths")[0][1])
-
-
-def test_save_hands_over_counters_and_monitors():
-    trainer = make_trainer(val_check_interval=1, save_interval=3)
-    trainer.fit()
-    ((candidates, is_train_end, state),) = trainer.ckpt_callback.saved
-    assert is_train_end and state == trainer.state_dict() and trainer.rm_critic.saved_steps == [3]
-    assert candidates["val_rewards"] == trainer.logger.series("val_rollouts/rewards")[-1][1]
-    assert candidates["train_critic_loss"] == 0.75 and candidates["step"] == 3
-    events = [event for event in trainer.events if "save" in event]
-    assert events == ["critic_save", "actor_save", "critic_save_result"]
-
-
 def test_saves_in_the_background_are_waited_for_by_the_next_one():
     """By that of the critic too: it never has more than one checkpoint that the actor has not."""
     trainer = make_trainer(val_check_interval=1, save_interval=1)
@@ -457,47 +435,6 @@ def test_rollout_without_any_response_token_is_harmless():
     rollout = worked_rollout(NAN) | {"response_lengths": torch.tensor([3])}
     data, metrics = make_trainer().generate_ppo_data(rollout)
     assert data["mask"].sum() == 0 and all(math.isfinite(value) for value in metrics.values())
-
-
-# --------------------------------------------------------------------------------- rollout batch
-
-
-def test_rollout_batches_are_joined_and_padded():
-    batches = [
-        {
-            "response_tokens": torch.tensor([[5, 6, 7]]),
-            "values": torch.tensor([[0.5, 0.6]]),
-            "rewards": torch.ones(1),
-        },
-        {
-            "response_tokens": torch.tensor([[8, 9]]),
-            "values": torch.tensor([[0.8]]),
-            "rewards": torch.zeros(1),
-        },
-    ]
-    joined = PPORolloutBatch.from_rollout_batches(batches, eos_id=4, rollout_batch_seq_length=None)
-    assert joined["response_tokens"].tolist() == [[5, 6, 7], [8, 9, 4]]
-    torch.testing.assert_close(joined["values"], torch.tensor([[0.5, 0.6], [0.8, 0.0]]))
-    assert joined["rewards"].tolist() == [1, 0]
-    wide = PPORolloutBatch.from_rollout_batches(batches, eos_id=4, rollout_batch_seq_length=5)
-    assert wide["response_tokens"].tolist() == [[5, 6, 7, 4, 4], [8, 9, 4, 4, 4]] and wide[
-        "values"
-    ].shape == (2, 4)
-    narrow = PPORolloutBatch.from_rollout_batches(batches, eos_id=4, rollout_batch_seq_length=2)
-    assert narrow["response_tokens"].shape == (2, 3) and narrow["values"].shape == (2, 2)
-
-
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_global_batches_are_the_same_for_any_number_of_ranks(ranks):
-    batch = PPORolloutBatch(x=torch.arange(NUM_PROMPTS))
-    alone = batch.chunk(0, 1, seed=7, global_batch_size=8)["x"].split(8)
-    shares = [
-        batch.chunk(rank, ranks, seed=7, global_batch_size=8)["x"].split(8 // ranks)
-        for rank in range(ranks)
-    ]
-    for k, whole in enumerate(alone):
-        assert torch.equal(torch.cat([share[k] for share in shares]), whole)
-    assert sorted(torch.cat(alone).tolist()) == list(range(NUM_PROMPTS))
 
 
 def test_the_steps_of_actor_and_critic_are_compared_once_before_the_first_rollout():

@@ -14,7 +14,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nemo_aligner.core.kl import KL_ESTIMATORS
 from nemo_aligner.core.losses import (
     loss_weights,
     ppo_actor_loss,
@@ -90,9 +89,8 @@ def slot_loss(kind, b, x, row, t, estimator="k3"):
     if kind == "regression":
         return (x - get["returns"]) ** 2
     rho, advantage = math.exp(x - get["prev"]), get["advantages"]
-    objective = min(
-        rho * advantage, min(max(rho, 1 - EPS), 1 + EPS) * advantage
-    )  # as the papers have it: to maximise
+    # As the papers have it: to maximise.
+    objective = min(rho * advantage, min(max(rho, 1 - EPS), 1 + EPS) * advantage)
     if advantage < 0:
         objective = max(objective, DUAL * advantage)
     log_ratio = x - get["ref"]
@@ -192,23 +190,8 @@ def test_loss_and_gradient_of_any_split_are_those_of_the_loop(kind, reduction):
         # NaN where nothing counts changes not a bit.
         dirty_loss, dirty_gradient = distributed_loss(kind, poisoned(b), *split)
         assert dirty_loss == loss and torch.equal(dirty_gradient, gradient)
-    assert len(seen) == (
-        1 if reduction != "microbatch" else 5
-    )  # 1 and 4 ranks have the same micro-batches of 1
-
-
-@pytest.mark.parametrize("estimator", KL_ESTIMATORS)
-def test_kl_in_the_loss_against_finite_differences(estimator):
-    b = make(seed=1)
-    x = b.logprobs.tolist()
-
-    def naive(x):
-        return naive_loss("actor", b, x, "token", 1, 1, estimator)
-
-    loss, gradient = distributed_loss("actor", b, "token", 1, 12, estimator)
-    expected, differences = loss_and_differences(naive, x)
-    assert loss == pytest.approx(expected, rel=1e-5)
-    torch.testing.assert_close(gradient, differences, rtol=1e-4, atol=1e-6)
+    # 1 and 4 ranks have the same micro-batches of 1.
+    assert len(seen) == (1 if reduction != "microbatch" else 5)
 
 
 @pytest.mark.parametrize("advantage", [2.0, 0.0, -2.0])

@@ -134,9 +134,8 @@ def brute_force(dataset, indices, step, responses, top_n, score):
             candidates.append(
                 (float(score(rollout)), response, tokens, int(rollout["prompt_lengths"]))
             )
-        candidates.sort(
-            key=lambda candidate: candidate[:2]
-        )  # of equal rewards the later response is kept
+        # Of equal rewards the later response is kept.
+        candidates.sort(key=lambda candidate: candidate[:2])
         rows += [
             (tuple(tokens[prompt:]), tuple(tokens)) for _, _, tokens, prompt in candidates[-top_n:]
         ]

@@ -234,9 +234,8 @@ def test_the_model_summarizes_means_and_the_held_out_numbers_are_kept():
     trainer = make(**loaders, max_epochs=1)
     trainer.model.summary = lambda metrics: {"twice": 2 * metrics["acc"]} if metrics else {}
     trainer.fit()
-    assert of(trainer, "validation/")[5] == {
-        "twice": 5.0
-    }  # twice the mean of 0..5, not a mean of batches
+    # Twice the mean of 0..5, not a mean of batches.
+    assert of(trainer, "validation/")[5] == {"twice": 5.0}
     assert trainer.held_out == {"validation": ({"twice": 5.0}, 6.0), "test": ({"twice": 3.0}, 4.0)}
     assert of(trainer, "train/")[0]["twice"] == pytest.approx(sum(trainer.model.batches[0]) / 2)
     assert trainer.ckpt_callback.saves[-1].candidates["val_twice"] == 5.0
