@@ -32,12 +32,7 @@ from nemo_aligner.algorithms.ppo_data import (
     with_normalized_rewards,
 )
 from nemo_aligner.algorithms.rollout_trainer import VALIDATION_STEP
-from nemo_aligner.algorithms.rollouts import (  # here they are in NeMo-Aligner
-    PPORolloutBatch as PPORolloutBatch,
-)
-from nemo_aligner.algorithms.rollouts import (
-    compute_num_rollout_microbatches as compute_num_rollout_microbatches,
-)
+from nemo_aligner.algorithms.rollouts import PPORolloutBatch, compute_num_rollout_microbatches
 from nemo_aligner.algorithms.training_loop import Parts
 from nemo_aligner.config.values import Values
 from nemo_aligner.core.advantages import RunningMoments
@@ -60,6 +55,9 @@ from nemo_aligner.core.types import PPOTrainBatch, Rollout, RolloutBatch
 from nemo_aligner.models.alignable_interface import PolicyWithReference
 from nemo_aligner.parallel.collectives import all_reduce_dict
 from nemo_aligner.training.finite import naming_step
+
+# The other two are here in NeMo-Aligner.
+__all__ = ["PPORolloutBatch", "PPOTrainer", "compute_num_rollout_microbatches"]
 
 
 class PPOTrainer(PolicyGradientTrainer):

@@ -27,13 +27,12 @@ from nemo_aligner.algorithms.ppo_data import (
     harm_of_kl,
     mean_of_sample_means,
 )
-from nemo_aligner.algorithms.rollouts import (  # here they are in NeMo-Aligner
-    PPORolloutBatch as ReinforceRolloutBatch,
-)
+from nemo_aligner.algorithms.rollouts import PPORolloutBatch as ReinforceRolloutBatch
 from nemo_aligner.algorithms.rollouts import (
-    compute_num_rollout_microbatches as compute_num_rollout_microbatches,
+    compute_num_rollout_microbatches,
+    own_samples,
+    response_mask,
 )
-from nemo_aligner.algorithms.rollouts import own_samples, response_mask
 from nemo_aligner.algorithms.training_loop import Parts
 from nemo_aligner.config.defaults import complete
 from nemo_aligner.config.rollout_rules import check_compares_responses
@@ -52,6 +51,9 @@ from nemo_aligner.core.kl import calculate_kl_penalty
 from nemo_aligner.core.masks import masked_sum
 from nemo_aligner.core.types import ReinforceTrainBatch, RolloutBatch
 from nemo_aligner.models.alignable_interface import PolicyWithReference
+
+# Two of them are here in NeMo-Aligner.
+__all__ = ["ReinforceRolloutBatch", "ReinforceTrainer", "compute_num_rollout_microbatches"]
 
 RESPONSES_KEY = "trainer.reinforce.num_rollouts_per_prompt"
 

@@ -89,17 +89,6 @@ def test_a_rollout_is_filled_with_prompts_that_have_a_signal():
     assert DullRewards.dull & set(trained_on(off)) and off.consumed_samples == 8
 
 
-def test_rounds_are_bounded_and_the_rest_has_no_signal():
-    few = make(2, dull=frozenset(range(NUM_PROMPTS)) - {5, 7}, max_steps=1)
-    few.fit()
-    numbers = trained_on(few)
-    assert len(numbers) == 8 and few.consumed_samples == NUM_PROMPTS  # one epoch: both are in it
-    assert {5, 7} <= set(numbers)
-    assert few.logger.series("train_rollouts/fraction_of_drawn_prompts_without_signal") == [
-        (0, pytest.approx(22 / 24))
-    ]
-
-
 def test_a_prompt_that_comes_back_within_a_step_counts_once():
     """Its random streams are those of the first time."""
     trainer = make(9, dull=frozenset(range(NUM_PROMPTS)) - {5, 7}, max_steps=1)

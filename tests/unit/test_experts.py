@@ -1,13 +1,12 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Mixtures of experts in one process: against a dense model, Hugging Face's Mixtral and a naive
-loop over tokens; the losses that balance the experts; and combinations that are refused.
+"""Mixtures of experts in one process: against a naive loop over tokens; the losses that balance
+experts; and combinations that are refused. test_hugging_face_training.py has Mixtral.
 """
 
 import pytest
 import torch
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
-from transformers import MixtralConfig, MixtralForCausalLM
 
 from nemo_aligner.checkpoint import nemo_writing
 from nemo_aligner.config.defaults import complete_model
@@ -37,97 +36,6 @@ def logits_of(model):
     return forward_collect(
         model.model, {"tokens": TOKENS}, micro_batch_size=2, output_fn=lambda output, _: output
     )
-
-
-def weights_of(model):
-    return {
-        k: v for k, v in model.unwrapped()[0].state_dict().items() if isinstance(v, torch.Tensor)
-    }
-
-
-def as_mixtral(weights, cfg, vocab):
-    """Hugging Face's Mixtral with `weights`; and Megatron's names of its router and expert
-    weights.
-    """
-    hf = MixtralForCausalLM(
-        MixtralConfig(
-            vocab_size=vocab,
-            hidden_size=cfg.hidden_size,
-            intermediate_size=FFN,
-            num_hidden_layers=cfg.num_layers,
-            num_attention_heads=cfg.num_attention_heads,
-            num_key_value_heads=cfg.num_query_groups,
-            num_local_experts=EXPERTS,
-            num_experts_per_tok=2,
-            rms_norm_eps=1e-5,
-            rope_theta=10000.0,
-            tie_word_embeddings=False,
-        )
-    )
-    hf.set_experts_implementation("eager")
-    mapped = {
-        "model.embed_tokens.weight": weights["embedding.word_embeddings.weight"],
-        "model.norm.weight": weights["decoder.final_layernorm.weight"],
-        "lm_head.weight": weights["output_layer.weight"],
-    }
-    for i in range(cfg.num_layers):
-        ours, theirs = f"decoder.layers.{i}.", f"model.layers.{i}."
-        grouped = weights[ours + "self_attention.linear_qkv.weight"].unflatten(0, (2, 4, 8))
-        queries, keys, values = grouped.split([2, 1, 1], 1)  # of a group, 8 rows each
-        experts = [ours + f"mlp.experts.local_experts.{e}." for e in range(EXPERTS)]
-        first, second = (
-            torch.stack([weights[f"{e}linear_fc{n}.weight"] for e in experts]) for n in (1, 2)
-        )
-        mapped |= {
-            theirs + "self_attn.q_proj.weight": queries.flatten(0, 2),
-            theirs + "self_attn.k_proj.weight": keys.flatten(0, 2),
-            theirs + "self_attn.v_proj.weight": values.flatten(0, 2),
-            theirs + "self_attn.o_proj.weight": weights[
-                f"{ours}self_attention.linear_proj.weight"
-            ],
-            theirs + "input_layernorm.weight": weights[ours + "input_layernorm.weight"],
-            theirs + "post_attention_layernorm.weight": weights[ours + "pre_mlp_layernorm.weight"],
-            theirs + "mlp.gate.weight": weights[ours + "mlp.router.weight"],
-            theirs + "mlp.experts.gate_up_proj": first,
-            theirs + "mlp.experts.down_proj": second,
-        }
-    hf.load_state_dict(mapped)
-    return hf
-
-
-def test_logits_and_gradients_equal_mixtral(tiny_tokenizer_dir):
-    cfg = tiny_config(tiny_tokenizer_dir, **MOE, optim={"name": "adamw"})
-    model = MegatronGPTModel(cfg)
-    weights = {name: tensor.clone() for name, tensor in weights_of(model).items()}
-    hf = as_mixtral(weights, cfg, model.padded_vocab_size)
-
-    def loss_of(logits, tokens):
-        rows = logits[:, :-1].transpose(1, 2)
-        return torch.nn.functional.cross_entropy(rows, tokens[:, 1:], reduction="sum") / 14
-
-    expected = hf(TOKENS).logits
-    torch.testing.assert_close(logits_of(model), expected.detach(), atol=2e-4, rtol=1e-4)
-    loss_of(expected, TOKENS).backward()
-    model.setup_megatron_optimization(max_steps=1)
-    model.prepare_for_training_step()
-
-    def share(logits, batch):
-        loss = loss_of(logits, batch["tokens"])
-        return loss, {"loss": loss}
-
-    forward_backward(model.model, {"tokens": TOKENS}, micro_batch_size=1, loss_fn=share)
-    ours = {
-        name: parameter.main_grad for name, parameter in model.unwrapped()[0].named_parameters()
-    }
-    for i, layer in enumerate(hf.model.layers):
-        mlp = f"decoder.layers.{i}.mlp."
-        theirs = {"router.weight": layer.mlp.gate.weight.grad}
-        for e in range(EXPERTS):
-            expert = f"experts.local_experts.{e}.linear_"
-            theirs[f"{expert}fc1.weight"] = layer.mlp.experts.gate_up_proj.grad[e]
-            theirs[f"{expert}fc2.weight"] = layer.mlp.experts.down_proj.grad[e]
-        for name, gradient in theirs.items():
-            torch.testing.assert_close(ours[mlp + name], gradient, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("top_k, pre_softmax", [(1, True), (2, True), (3, False)])
