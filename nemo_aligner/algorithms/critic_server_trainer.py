@@ -210,9 +210,7 @@ class CriticServerTrainer:
         )
         self._loop.run()
 
-    def run_subscriber_loop(self) -> None:
-        """`run_server`, as ranks above 0 may call it."""
-        self.run_server()
+    run_subscriber_loop = run_server  # as ranks above 0 may call it
 
     def server_infer(self, **inputs: Array) -> Arrays:
         return self._scorer.reply_to(inputs, self._loop)

@@ -42,7 +42,6 @@ from nemo_aligner.algorithms.rollouts import (
     shares_of_global_batches,
 )
 from nemo_aligner.algorithms.training_loop import TRAIN_TABLE_ROWS, Parts
-from nemo_aligner.core.errors import ConfigError
 from nemo_aligner.core.interfaces import PendingScores, PromptIterator, PromptLoaderBuilder
 from nemo_aligner.core.tensors import sample_seeds
 from nemo_aligner.core.types import InferenceBatch, Rollout, RolloutBatch, Scores
@@ -97,12 +96,6 @@ class PolicyGradientTrainer(RolloutTrainer):
         if responses != 1:
             name += f"={prompts} x {responses_key}={responses}"
         self.check_sizes(self.sampler, prompts * responses, name)
-        if self.dynamic_sampling_rounds and not getattr(self.sampler, "is_random", False):
-            raise ConfigError(
-                f"trainer.{self.SECTION}.dynamic_sampling_rounds={self.dynamic_sampling_rounds} "
-                "needs a random sampler, which starts over at the end of the data, but the loader "
-                f"has a {type(self.sampler).__name__}. Change it, or set the rounds to 0."
-            )
 
     # ------------------------------------------------------------------------------- the algorithm
 

@@ -134,12 +134,14 @@ class RolloutTrainer(TrainingLoop):
                 f"{name}={samples_per_step} is not a multiple of model.global_batch_size={gbs}; "
                 "change one of them."
             )
-        if self.cfg.max_epochs > 1 and not getattr(sampler, "is_random", False):
-            raise ConfigError(
-                f"trainer.{self.SECTION}.max_epochs={self.cfg.max_epochs} needs a random sampler, "
-                "which starts over after an epoch, but the data loader has a "
-                f"{type(sampler).__name__}."
-            )
+        for key, least in (("max_epochs", 1), ("dynamic_sampling_rounds", 0)):
+            asked = self.cfg.get(key) or least
+            if asked > least and not getattr(sampler, "is_random", False):
+                raise ConfigError(
+                    f"trainer.{self.SECTION}.{key}={asked} needs a random sampler, which starts "
+                    f"over at the end of the data, but the loader has a {type(sampler).__name__}. "
+                    f"Change it, or set {key} to {least}."
+                )
 
     @property
     def epoch(self) -> int:

@@ -104,9 +104,6 @@ class SupervisedTrainer(TrainingLoop):
             for key in ("val_check_interval", "save_interval")
         )
         self.set_max_steps()
-        self._check_epochs()
-
-    def _check_epochs(self) -> None:
         epochs = -(-self.max_steps // self.num_steps_per_epoch)
         if epochs > 1 and not isinstance(self.sampler, MegatronPretrainingRandomBatchSampler):
             raise ConfigError(

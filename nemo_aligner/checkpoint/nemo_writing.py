@@ -53,6 +53,7 @@ NEMO_MODULES = {
     "MegatronGPTActorModel": f"{_GPT}.megatron_gpt_ppo_actor",
     "MegatronGPTKTOModel": f"{_GPT}.megatron_gpt_kto_model",
     "MegatronGPTModel": "nemo.collections.nlp.models.language_modeling.megatron_gpt_model",
+    "MegatronGPTRegressionRewardModel": f"{_GPT}.megatron_gpt_regression_reward_model",
     "MegatronGPTReinforceActorModel": f"{_GPT}.megatron_gpt_reinforce_actor",
     "MegatronGPTRSModel": f"{_GPT}.megatron_gpt_rs_actor",
 }

@@ -246,7 +246,7 @@ def train_rm(cfg: DictConfig) -> None:
 
         from nemo_aligner.launch.experiment import open_base, start_from
         from nemo_aligner.launch.supervised_job import train_supervised
-        from nemo_aligner.models.nlp.gpt.megatron_gpt_regression_reward_model import (
+        from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import (
             held_out_text,
             reward_model_class,
         )

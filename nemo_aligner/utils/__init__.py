@@ -24,6 +24,9 @@ DOORS = {
     "models.nlp.gpt.gpt_steerlm_model": "models.nlp.gpt.gpt_sft_model",
     "models.nlp.gpt.megatron_gpt_kto_model": "models.nlp.gpt.megatron_gpt_dpo_model",
     "models.nlp.gpt.megatron_gpt_ppo_actor": "models.nlp.gpt.megatron_gpt_policy",
+    "models.nlp.gpt.megatron_gpt_regression_reward_model": (
+        "models.nlp.gpt.megatron_gpt_reward_model"
+    ),
     "models.nlp.gpt.megatron_gpt_reinforce_actor": "models.nlp.gpt.megatron_gpt_policy",
     "models.nlp.gpt.megatron_gpt_rs_actor": "models.nlp.gpt.megatron_gpt_policy",
     "models.nlp.gpt.reward_critic_clients": (
@@ -31,7 +34,7 @@ DOORS = {
         "servers.scoring_clients"
     ),
     "models.nlp.gpt.reward_model_classes": (
-        "config.jobs.reward_model models.nlp.gpt.megatron_gpt_regression_reward_model"
+        "config.jobs.reward_model models.nlp.gpt.megatron_gpt_reward_model"
     ),
     "models.nlp.gpt.rewards_in_place_of_critic": (
         "NothingToDo=servers.scoring_clients:NoCriticFuture servers.scoring_clients "

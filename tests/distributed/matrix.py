@@ -51,10 +51,10 @@ from nemo_aligner.models.nlp.gpt.megatron_gpt_policy import (
     MegatronGPTReinforceActorModel,
     MegatronGPTRSModel,
 )
-from nemo_aligner.models.nlp.gpt.megatron_gpt_regression_reward_model import (
+from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import (
     MegatronGPTRegressionRewardModel,
+    MegatronGPTRewardModel,
 )
-from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRewardModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_spin_model import MegatronGPTSPINModel
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.vocab_parallel import logprobs_and_entropy

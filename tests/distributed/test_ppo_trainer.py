@@ -1,7 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The PPO trainer on two data-parallel ranks does what it does on one: same global batches,
-metrics and weights.
+"""The trainers of PPO, REINFORCE and rejection sampling on two data-parallel ranks do what they do
+on one: same global batches, metrics and weights.
 """
 
 import dataclasses
@@ -69,6 +69,18 @@ def run_dynamic_sampling():
     return run(make(4, max_steps=2, initial_policy_kl_penalty=0.01))
 
 
+def coarse(rollout):
+    """Rewards with many ties: which of equal ones are kept must not depend on the ranks either."""
+    return (rollout["response_lengths"] - rollout["prompt_lengths"]).float() // 2
+
+
+def run_rs(micro_batch_size=2):
+    from tests.rs_fakes import make_rs_trainer
+
+    settings = {"val_check_interval": 1, "save_interval": 1, "max_epochs": 2}
+    return run(make_rs_trainer(score=coarse, micro_batch_size=micro_batch_size, **settings))
+
+
 # What to run, and how many batches one rank has trained on.
 RUNS = {
     "default": (run_trainer, range(12, 13)),
@@ -79,6 +91,7 @@ RUNS = {
     "decoupled": (partial(run_trainer, settings=DECOUPLED), range(24, 25)),
     "teacher": (partial(run_trainer, settings=TEACHER), range(24, 25)),
     "reinforce": (run_reinforce, range(18, 19)),
+    "rs": (run_rs, range(24, 25)),
     "dynamic_sampling": (run_dynamic_sampling, range(12, 13)),
 }
 
@@ -112,12 +125,15 @@ def rank_0_draws_everything(sampler_iter, num_microbatches, dataset, collate_fn)
 def run_on_this_rank():
     """All experiments in one start of the interpreters."""
     from nemo_aligner.parallel import parallel_state
-    from tests import ppo_fakes
+    from tests import ppo_fakes, rs_fakes
 
     parallel_state.initialize()
     results = {name: function() for name, (function, _) in RUNS.items()}
     results["queue"] = run_trainer(rank_0_draws_everything)
-    return results | refusals(ppo_fakes.make_trainer, "ppo")
+    results["ones"] = run_rs(micro_batch_size=1)
+    for name, make in (("ppo", ppo_fakes.make_trainer), ("rs", rs_fakes.make_rs_trainer)):
+        results[f"refused {name}"] = refusals(make, name)
+    return results
 
 
 def refusals(make, name):
@@ -154,6 +170,8 @@ def test_two_ranks_equal_one(two_ranks, name):
     if name == "default":
         assert len(one["sent_to_critic"]) == 4
         assert_equal_runs(one, [results["queue"] for results in two_ranks])
+    elif name == "rs":
+        assert_equal_runs(one, [results["ones"] for results in two_ranks], rtol=0)
     elif name == "plus_plus":
         assert one["state"]["kl_coef"] > 0.01
     elif name == "teacher":
@@ -163,7 +181,8 @@ def test_two_ranks_equal_one(two_ranks, name):
             assert 0 < metrics[part] < 1, part
     elif name == "dynamic_sampling":
         assert one["state"]["consumed_samples"] > 16
-    assert_equal_runs(one, [results[name] for results in two_ranks])
+    of_ranks = [results[name] for results in two_ranks]
+    assert_equal_runs(one, of_ranks, rtol=0 if name == "rs" else 1e-5)
 
 
 def assert_equal_runs(one: dict, two: list[dict], rtol: float = 1e-5) -> None:
@@ -189,7 +208,8 @@ def assert_equal_runs(one: dict, two: list[dict], rtol: float = 1e-5) -> None:
         assert result["weight"] == pytest.approx(one["weight"], rel=1e-5)
 
 
-def test_ranks_that_resume_from_different_checkpoints_are_refused(two_ranks):
+@pytest.mark.parametrize("name", ["ppo", "rs"])
+def test_ranks_that_resume_from_different_checkpoints_are_refused(two_ranks, name):
     for results in two_ranks:
-        assert "rank 1 resumes from {'step': 1" in results["unequal_states"]
-        assert "a job with 6" in results["other_steps"]
+        assert "rank 1 resumes from {'step': 1" in results[f"refused {name}"]["unequal_states"]
+        assert "a job with 6" in results[f"refused {name}"]["other_steps"]

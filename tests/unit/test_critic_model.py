@@ -13,10 +13,10 @@ from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.launch.model_loading import load_and_override_model_config, load_from_nemo
 from nemo_aligner.models.nlp.gpt.megatron_gpt_critic import MegatronGPTCriticModel, StateDictState
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
-from nemo_aligner.models.nlp.gpt.megatron_gpt_regression_reward_model import (
+from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import (
     MegatronGPTRegressionRewardModel,
+    MegatronGPTRewardModel,
 )
-from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRewardModel
 from nemo_aligner.training.optim import optimizer_step
 from tests.tiny_models import tiny_config
 

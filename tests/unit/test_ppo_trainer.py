@@ -95,24 +95,15 @@ def test_run_counts_steps_and_logs_by_family():
     assert [step for step, _ in logger.series("train_optim/loss")] == [1, 2, 3, 4, 5, 6]
     assert logger.series("train_optim/actor_loss") == logger.series("train_optim/loss")
     assert logger.series("train_optim/critic_loss") == [(2, 0.25), (4, 0.5), (6, 0.75)]
-    for name in (
-        "rollout_time",
-        "generate",
-        "logprobs",
-        "init_logprobs",
-        "critic_wait",
-        "train_time",
-        "critic_train_wait",
-    ):
+    phases = "generate logprobs init_logprobs critic_wait train_time critic_train_wait".split()
+    for name in ("rollout_time", *phases):
         assert len(logger.series(f"timers/{name}")) == 3, name
     assert all(value > 0 for _, value in logger.series("speed/generate_tokens_per_s"))
     assert logger.finalized == 1 and trainer.run_timer.started == 1
-    assert [(key, step) for key, step, _ in logger.tables] == [
-        ("table/train_rollouts", i) for i in range(3)
-    ]
+    tables = [(key, step) for key, step, _ in logger.tables]
+    assert tables == [("table/train_rollouts", i) for i in range(3)]
     assert [row["step"] for row in logger.tables[-1][2]] == [0, 1, 2]
-    phases = {phase for step, phase in trainer.logger.phases if step == 1}
-    assert phases >= {"generate", "logprobs", "critic_wait", "train_time", "critic_train_wait"}
+    assert {phase for step, phase in trainer.logger.phases if step == 1} >= set(phases)
 
 
 def test_without_kl_penalty_the_reference_is_not_asked():

@@ -17,7 +17,7 @@ from nemo_aligner.data.nlp.builders import (
     build_dataloader,
     build_train_valid_test_regression_rm_datasets,
 )
-from nemo_aligner.models.nlp.gpt.megatron_gpt_regression_reward_model import (
+from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import (
     MegatronGPTRegressionRewardModel,
     RewardModelType,
     held_out_text,
