@@ -111,6 +111,16 @@ class DirectPreferenceMixin(ReferencePolicyMixin, SupervisedInterface):
         return summary
 
 
+def _loss_settings(section: DictConfig, *own: str) -> dict[str, Any]:
+    """Arguments of the loss of DPO or KTO: `own`, and those that both have."""
+    same = "preference_loss_weight sft_loss_weight sft_average_log_probs".split()
+    return {
+        "beta": section.ref_policy_kl_penalty,
+        "average_log_probs": section.preference_average_log_probs,
+        **{name: section[name] for name in (*same, *own)},
+    }
+
+
 class MegatronGPTDPOModel(DirectPreferenceMixin):
     """Policy of DPO on Megatron Core; its reference is in host memory, or its adapters' base."""
 
@@ -119,15 +129,7 @@ class MegatronGPTDPOModel(DirectPreferenceMixin):
     def __init__(self, cfg: DictConfig, trainer: Trainer | None = None):
         super().__init__(cfg, trainer=trainer)
         dpo = self.cfg.dpo
-        self.loss_settings = {
-            "beta": dpo.ref_policy_kl_penalty,
-            "preference_loss": dpo.preference_loss,
-            "label_smoothing": dpo.label_smoothing,
-            "average_log_probs": dpo.preference_average_log_probs,
-            "preference_loss_weight": dpo.preference_loss_weight,
-            "sft_loss_weight": dpo.sft_loss_weight,
-            "sft_average_log_probs": dpo.sft_average_log_probs,
-        }
+        self.loss_settings = _loss_settings(dpo, "preference_loss", "label_smoothing")
         self.gt_reward_scale = dpo.gt_reward_scale
         self.forward_micro_batch_size = 2 * dpo.log_prob_forward_micro_batch_size
 
@@ -146,15 +148,8 @@ class MegatronGPTKTOModel(ReferencePolicyMixin, SupervisedInterface):
     def __init__(self, cfg: DictConfig, trainer: Trainer | None = None):
         super().__init__(cfg, trainer=trainer)
         kto = self.cfg.kto
-        self.loss_settings = {
-            "beta": kto.ref_policy_kl_penalty,
-            "desirable_loss_weight": kto.desirable_loss_weight,
-            "undesirable_loss_weight": kto.undesirable_loss_weight,
-            "average_log_probs": kto.preference_average_log_probs,
-            "preference_loss_weight": kto.preference_loss_weight,
-            "sft_loss_weight": kto.sft_loss_weight,
-            "sft_average_log_probs": kto.sft_average_log_probs,
-        }
+        own = "desirable_loss_weight", "undesirable_loss_weight"
+        self.loss_settings = _loss_settings(kto, *own)
         self.forward_micro_batch_size = kto.log_prob_forward_micro_batch_size
 
     def reference_point(self, batch: LabelledResponseBatch, weights: Tensor) -> Tensor:
