@@ -36,6 +36,7 @@ INSTALL_REQUIRES = [
     "filelock>=3.12",  # one rank makes an index, the others wait
     "safetensors>=0.4",  # weights in exchange formats
     "tensorboard>=2.15",  # default logger
+    "prometheus-client>=0.20,<1",  # exp_manager.prometheus_address
     "pandas>=2.0",  # tables of sampled prompts and answers
     "tqdm>=4.65",  # progress bars
     "rich>=13",  # the quickstart's narrator

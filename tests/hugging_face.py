@@ -5,6 +5,7 @@ describe each of them.
 """
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,12 +69,14 @@ class Model:
 
 
 def causal_lm(kind: str, **settings) -> Callable[[], torch.nn.Module]:
-    """How to build the model of the classes `<kind>Config` and `<kind>ForCausalLM`."""
+    """How to build the model of the classes `<kind>Config` and `<kind>ForCausalLM` (without
+    "Text").
+    """
 
     def build() -> torch.nn.Module:
         config = getattr(transformers, f"{kind}Config")(**SIZES | settings)
         config._attn_implementation = config._experts_implementation = "eager"
-        return getattr(transformers, f"{kind}ForCausalLM")(config)
+        return getattr(transformers, f"{kind.removesuffix('Text')}ForCausalLM")(config)
 
     return build
 
@@ -112,6 +115,16 @@ _EXPERTS = dict(
     moe_intermediate_size=EXPERT_FFN,
 )
 _NEMO_EXPERTS = dict(num_moe_experts=EXPERTS, moe_router_topk=3, moe_ffn_hidden_size=EXPERT_FFN)
+_GEMMA = NEMO_LLAMA | dict(
+    kv_channels=16,
+    activation="geglu",
+    openai_gelu=True,
+    apply_embedding_scaling=True,
+    layernorm_zero_centered_gamma=True,
+    share_embeddings_and_output_weights=True,
+)
+_OLMO = NEMO_LLAMA | dict(qk_layernorm=True, qk_layernorm_all_heads=True, norm_position="after")
+_GLM = NEMO_LLAMA | dict(qkv_bias=True, rotary_interleaved=True, rotary_percentage=0.5)
 MODELS = {
     "Llama 2": Model(rms("Llama"), NEMO_LLAMA),
     "Llama 2, positions interpolated": Model(
@@ -182,9 +195,21 @@ MODELS = {
             yarn_correction_range_round_to_int=False,
         ),
     ),
-    "Granite, its attention alone": Model(
-        rms("Granite", attention_multiplier=0.2),
-        NEMO_LLAMA | dict(query_pre_attn_scalar=25),
+    "Granite": Model(
+        rms(
+            "Granite",
+            attention_multiplier=0.2,
+            embedding_multiplier=3.0,
+            residual_multiplier=0.3,
+            logits_scaling=0.5,
+        ),
+        NEMO_LLAMA
+        | dict(
+            query_pre_attn_scalar=25,
+            embedding_multiplier=3.0,
+            residual_multiplier=0.3,
+            logits_scaling=0.5,
+        ),
     ),
     "SmolLM 3": Model(
         rms("SmolLM3", no_rope_layer_interval=2, pad_token_id=0, rope_parameters=rope("default")),
@@ -238,17 +263,107 @@ MODELS = {
             moe_shared_expert_gate=True,
         ),
     ),
-    "Gemma": Model(
-        rms("Gemma", head_dim=16, tie_word_embeddings=True),
+    "Gemma": Model(rms("Gemma", head_dim=16, tie_word_embeddings=True), _GEMMA),
+    # Two layers: the first has the window.
+    "Gemma 2": Model(
+        rms(
+            "Gemma2",
+            head_dim=16,
+            tie_word_embeddings=True,
+            query_pre_attn_scalar=20,
+            sliding_window=100,
+            attn_logit_softcapping=3.0,
+            final_logit_softcapping=2.0,
+        ),
+        _GEMMA
+        | dict(
+            norm_position="both",
+            query_pre_attn_scalar=20,
+            window_size=[99, 0],
+            window_attn_skip_freq=2,
+            attn_logit_softcapping=3.0,
+            final_logit_softcapping=2.0,
+        ),
+    ),
+    "Gemma 3": Model(
+        rms(
+            "Gemma3Text",
+            head_dim=16,
+            tie_word_embeddings=True,
+            query_pre_attn_scalar=20,
+            sliding_window=100,
+            layer_types=["sliding_attention", "full_attention"],
+            rope_parameters=dict(
+                sliding_attention=rope("default"),
+                full_attention=rope("linear", theta=1000000.0, factor=8.0),
+            ),
+        ),
+        _GEMMA
+        | dict(
+            norm_position="both",
+            qk_layernorm=True,
+            query_pre_attn_scalar=20,
+            window_size=[99, 0],
+            window_attn_skip_freq=2,
+            rotary_base=1000000.0,
+            rotary_base_local=10000.0,
+            seq_len_interpolation_factor=8.0,
+        ),
+    ),
+    "OLMo 2": Model(rms("Olmo2", pad_token_id=0, rope_parameters=rope("default")), _OLMO),
+    "OLMo 3": Model(
+        rms(
+            "Olmo3",
+            pad_token_id=0,
+            sliding_window=100,
+            layer_types=["sliding_attention", "full_attention"],
+            rope_parameters=dict(
+                sliding_attention=rope("default"),
+                full_attention=rope(
+                    "yarn",
+                    factor=8.0,
+                    original_max_position_embeddings=150,
+                    attention_factor=1.2079,
+                ),
+            ),
+        ),
+        _OLMO
+        | dict(
+            window_size=[99, 0],
+            window_attn_skip_freq=2,
+            rotary_base_local=10000.0,
+            position_embedding_type="yarn",
+            yarn_rotary_scaling_factor=8.0,
+            yarn_original_max_position_embeddings=150,
+            yarn_mscale=0.2079 / (0.1 * math.log(8.0)),
+            yarn_mscale_all_dim=0.0,
+        ),
+    ),
+    "Cohere 2": Model(
+        causal_lm(
+            "Cohere2",
+            layer_norm_eps=1e-6,
+            pad_token_id=0,
+            logit_scale=0.25,
+            sliding_window=100,
+            layer_types=["sliding_attention", "full_attention"],
+        ),
         NEMO_LLAMA
         | dict(
-            kv_channels=16,
-            activation="geglu",
-            openai_gelu=True,
-            apply_embedding_scaling=True,
-            layernorm_zero_centered_gamma=True,
-            share_embeddings_and_output_weights=True,
+            normalization="layernorm",
+            layernorm_bias=False,
+            parallel_attention=True,
+            rotary_interleaved=True,
+            logits_scaling=4.0,
+            window_size=[99, 0],
+            window_attn_skip_freq=2,
+            no_rope_freq=2,
         ),
+    ),
+    "GLM": Model(rms("Glm", pad_token_id=0, head_dim=HEAD, attention_bias=True), _GLM),
+    "GLM 4": Model(
+        rms("Glm4", pad_token_id=0, head_dim=HEAD, attention_bias=True),
+        _GLM | dict(norm_position="both"),
     ),
     "GPT-2": Model(
         _gpt2,
@@ -294,9 +409,7 @@ ODD = dict(
 # Each unlike the others in its rows, norms, positions or experts
 FEW = ("Llama 3.1", "Gemma", "GPT-2", "Phi 3", "Mixtral", "Qwen 3")
 FOLDERS: dict[str, Callable[[], torch.nn.Module]] = {
-    name: model.build
-    for name, model in MODELS.items()
-    if not name.startswith(("Granite", "SmolLM"))
+    name: model.build for name, model in MODELS.items()
 } | {
     "Llama, odd sizes": causal_lm("Llama", **ODD),
     "Qwen 2, odd sizes, tied": causal_lm("Qwen2", **ODD, tie_word_embeddings=True),

@@ -22,6 +22,7 @@ from tests.oracles import oracle
 ADAPTERS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
 EXACT = {"atol": 1e-5, "rtol": 1e-5}
+FUSED_MLP = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_up_proj", "down_proj"]
 FUSED = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
 SEPARATE = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 # Models of `hugging_face.FOLDERS` and all modules of theirs that can have adapters
@@ -29,6 +30,11 @@ MODULES = {
     "Llama, odd sizes": SEPARATE,
     "Qwen 2": SEPARATE,  # biases
     "Gemma": SEPARATE,
+    "Gemma 2": SEPARATE,
+    "OLMo 3": SEPARATE,
+    "Cohere 2": SEPARATE,
+    "Granite": SEPARATE,
+    "GLM 4": FUSED_MLP,
     "Mistral": SEPARATE,
     "Qwen 3": SEPARATE,
     "Nemotron": [name for name in SEPARATE if name != "gate_proj"],

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 
+from nemo_aligner.checkpoint import hub
 from nemo_aligner.core.errors import UserError
 
 CONFIG_FILE = "model_config.yaml"
@@ -172,12 +173,15 @@ METADATA_FILE = ".metadata"  # of a distributed checkpoint
 def check_restore_path(
     path: str | PathLike[str] | None, key: str = "pretrained_checkpoint.restore_from_path"
 ) -> Path:
-    """`path`, of the configuration key `key`, as an existing file or directory; `UserError`: it is
-    None, does not exist, or has a form that does not load.
+    """`path`, of the configuration key `key`, as an existing file or directory, or the folder of a
+    model by its name on the Hugging Face Hub; `UserError`: it is None, does not exist, or has a
+    form that does not load.
     """
     if path is None:
         raise UserError(f"{key} is not set; give the path of a .nemo file or directory.")
     path = Path(path).expanduser()
+    if not path.exists():
+        path = hub.folder_of(str(path), key) or path
     if not path.exists():
         raise UserError(
             f"{key}={path} does not exist; give the path of a .nemo file or directory."

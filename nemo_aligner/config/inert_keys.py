@@ -264,18 +264,13 @@ _ONLY = _read("""
 its layers differ from a GPT's, and cannot be built here | model:
     name=|te_gpt|megatron_gpt_full_te_layer_autocast|modelopt|megatron_gpt
 Hyena layers cannot be built here | model: hyena
-Megatron Core has one order of a layer: norm, attention, norm, feed-forward layer. Others cannot be
-    built: norms behind the attention and the feed-forward layer (Gemma 2 and 3), or both computed
-    side by side (GPT-J, GPT-NeoX, Falcon, Phi) | model: transformer_block_type=pre_ln
-    apply_residual_connection_post_layernorm=False parallel_attention=False
+norms stand where model.norm_position says, and not behind the sum of hidden states and branch |
+    model: transformer_block_type=pre_ln apply_residual_connection_post_layernorm=False
 Megatron Core has biases in all linear layers of a layer (model.bias), or in queries, keys and
     values alone (model.qkv_bias) | model: attention_bias=False mlp_bias=False
 Megatron Core's output layer has no bias | model: lm_head_bias=False
-Megatron Core and Transformer Engine have no cap of attention scores (Gemma 2) | model:
-    attn_logit_softcapping
-Megatron Core has no cap of the logits (Gemma 2) | model: final_logit_softcapping
 use model.query_pre_attn_scalar, which is 1 / softmax_scale**2 | model: softmax_scale
-all layers share model.rotary_base in Megatron Core (Gemma 3 has two) | model: rope_local_base_freq
+use model.rotary_base_local | model: rope_local_base_freq
 only self-attention with a causal mask exists here | model: attention_type=multihead
 fp8 is not supported: train in bf16 | model: fp8=False
 hidden states have the precision of the model; set it to False | model:

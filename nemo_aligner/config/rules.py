@@ -170,8 +170,6 @@ def _check_start(values: Values, config_name: str) -> bool:
         return False
     key, job = restore_key(config_name), JOBS[config_name]
     restore = values.get(key)
-    if restore is not None and not os.path.exists(str(restore)):
-        raise values.error(key, "does not exist; give the path of a .nemo file or folder.")
     serves_a_function = values.has("inference.reward_fn")
     if restore is not None or (config_name == "inference_rm" and serves_a_function):
         return False

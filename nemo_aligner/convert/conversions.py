@@ -21,6 +21,7 @@ from tqdm import tqdm
 from nemo_aligner.checkpoint import (
     adapters,
     forms,
+    hub,
     megatron,
     megatron_keys,
     nemo_writing,
@@ -89,6 +90,8 @@ def to_nemo(source: Path, target: Path, options: Options) -> None:
     damaged or not computed here, or the target exists.
     """
     target = check_target(source, target, options)
+    if not source.expanduser().exists():
+        source = hub.folder_of(str(source), "HF_FOLDER") or source
     source = source.expanduser().absolute()
     if not forms.is_hugging_face(source):
         raise UserError(f"{source} is not a Hugging Face folder: it has no {forms.HF_CONFIG}.")

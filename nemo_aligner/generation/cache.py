@@ -18,6 +18,7 @@ class AttentionSettings:
     layer: int  # number of the layer in the cache
     scale: float | None  # of the scores; None is 1 / sqrt(hn)
     window: int | None  # positions before its own that each position attends to; None: all
+    softcap: float | None = None  # c: scores x become c tanh(x / c)
 
 
 class KeyValueCache:
@@ -92,20 +93,45 @@ class DecodingPass:
         keys, values = layer[:, :samples, :, : self.width]
         # The queries of a group stand where positions would: no key is repeated for them.
         queries, mask = mixed[0, :, :, :-2], self._mask(how.window, mixed.dtype)
-        context = _attention_of_few(queries, keys, values, mask, how.scale)
+        context = _attention_of_few(queries, keys, values, mask, how)
         return context.reshape(1, samples, -1)
 
 
 def _attention_of_few(
-    queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float | None
+    queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, how: AttentionSettings
 ) -> Tensor:
     """Of few `queries` `[b, ng, r, hn]`; `mask` `[b, 1, 1, W]` is added to the scores."""
+    if how.softcap is not None:
+        return _capped_attention(queries, keys, values, mask, how.scale, how.softcap)
     if queries.device.type == "cpu" and queries.dtype == torch.float32:
         # For one token this is faster than PyTorch's kernel for CPUs; bf16 would round the scores.
-        scale = queries.size(-1) ** -0.5 if scale is None else scale
+        scale = queries.size(-1) ** -0.5 if how.scale is None else how.scale
         scores = torch.matmul(queries * scale, keys.transpose(-1, -2)).add_(mask)
         return torch.matmul(scores.softmax(-1), values)
-    return F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale)
+    return F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=how.scale)
+
+
+def _capped_attention(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    scale: float | None,
+    softcap: float,
+    dropout_p: float = 0.0,
+) -> Tensor:
+    """Attention whose scores x become c tanh(x / c), c: `softcap` (Gemma 2, arXiv 2408.00118); as
+    many heads of `keys` as of `queries`, or one for all; `mask`: True where a position is seen, or
+    what is added to the scores. PyTorch's kernels have no such scores.
+    """
+    scale = queries.size(-1) ** -0.5 if scale is None else scale
+    scores = softcap * torch.tanh(torch.matmul(queries, keys.transpose(-1, -2)) * scale / softcap)
+    if mask.dtype == torch.bool:
+        scores = scores.masked_fill(~mask, float("-inf"))
+    else:
+        scores = scores + mask
+    weights = scores.softmax(-1, dtype=torch.float32).to(queries.dtype)
+    return torch.matmul(F.dropout(weights, dropout_p), values)
 
 
 class FeedingPass:
@@ -137,7 +163,7 @@ class FeedingPass:
         if narrow or not self._nothing_before:
             mask = visible(self.positions, keys.size(2), how.window).unsqueeze(1)
         queries = mixed[..., :-2, :].flatten(2, 3).permute(1, 2, 0, 3)
-        return attention(queries, keys, values, mask, how.scale)
+        return attention(queries, keys, values, mask, how.scale, how.softcap)
 
 
 # One pass through the model: it knows its `cache` and the `positions` of its tokens, int64
@@ -162,15 +188,24 @@ def attention(
     values: Tensor,
     mask: Tensor | None,
     scale: float | None,
+    softcap: float | None = None,
     dropout_p: float = 0.0,
 ) -> Tensor:
     """`[s, b, np * hn]` of `queries` `[b, np, s, hn]`, `keys` and `values` `[b, ng, W, hn]`;
     `mask` None: causal.
     """
-    context = F.scaled_dot_product_attention(
-        *(queries, keys, values, mask, dropout_p),
-        is_causal=mask is None,
-        scale=scale,
-        enable_gqa=queries.size(1) != keys.size(1),
-    )
+    if softcap is not None:
+        if mask is None:
+            positions = torch.arange(keys.size(2), device=keys.device)
+            mask = visible(positions, keys.size(2), None)
+        each = queries.size(1) // keys.size(1)
+        keys, values = (x.repeat_interleave(each, dim=1) for x in (keys, values))
+        context = _capped_attention(queries, keys, values, mask, scale, softcap, dropout_p)
+    else:
+        context = F.scaled_dot_product_attention(
+            *(queries, keys, values, mask, dropout_p),
+            is_causal=mask is None,
+            scale=scale,
+            enable_gqa=queries.size(1) != keys.size(1),
+        )
     return context.permute(2, 0, 1, 3).flatten(2)

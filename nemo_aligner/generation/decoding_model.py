@@ -26,6 +26,7 @@ from torch.distributed import ProcessGroup
 from nemo_aligner.generation.cache import AttentionSettings, KeyValueCache, Pass
 from nemo_aligner.generation.split import Split
 from nemo_aligner.parallel.cpu_operations import packed_linear
+from nemo_aligner.parallel.vocab_parallel import scaled_logits
 
 
 class DecodingModel:
@@ -44,7 +45,7 @@ class DecodingModel:
             layers = enumerate(chunk.decoder.layers, self.num_layers)
             self._stages.append([_Layer(layer, n, split.tensor) for n, layer in layers])
             self.num_layers += len(chunk.decoder.layers)
-        self._rotation = _Rotation(chunks[0])
+        self._rotations = [_Rotation(chunks[0], local) for local in (False, True)]
         self._output = _output(chunks[-1]) if chunks[-1].post_process else None
         final_norm = chunks[-1].decoder.final_layernorm
         self._final_norm = None if final_norm is None else _norm(final_norm)
@@ -53,7 +54,7 @@ class DecodingModel:
         """`[s, b, h]` for `tokens` int64 `[b, s]` on the last stage, else None; all stages call
         it.
         """
-        rotate = self._rotation.at(which.positions, which.cache.width)
+        rotate = [each.at(which.positions, which.cache.width) for each in self._rotations]
         samples, width = tokens.shape
         group = self.split.pipeline
         stage = torch.distributed.get_rank(group)
@@ -69,7 +70,7 @@ class DecodingModel:
                 hidden = torch.empty(shape, dtype=dtype, device=tokens.device)
                 torch.distributed.recv(hidden, src=ranks[stage - 1], group=group)
             for layer in layers:
-                hidden = layer(hidden, rotate, which)
+                hidden = layer(hidden, rotate[layer.local], which)
             if not chunk.post_process:
                 after = ranks[(stage + 1) % len(ranks)]
                 torch.distributed.send(hidden.contiguous(), dst=after, group=group)
@@ -83,7 +84,7 @@ class DecodingModel:
         logits = gather_from_tensor_model_parallel_region(
             self._output(hidden), group=self.split.tensor
         )
-        return logits[0, :, : self.vocab_size].float()
+        return scaled_logits(logits[0, :, : self.vocab_size], self.chunks[-1].config).float()
 
     def new_cache(self, slots: int) -> KeyValueCache:
         return KeyValueCache(slots, self.num_layers)
@@ -95,9 +96,11 @@ class _Layer:
         skipped = config.window_attn_skip_freq
         windowed = is_layer_window_attention(config.window_size, skipped, layer.layer_number)
         window = config.window_size[0] if windowed else None
-        self.how = AttentionSettings(number, config.softmax_scale, window)
+        self.local = windowed and config.rotary_base_local is not None
+        softcap = config.attn_logit_softcapping
+        self.how = AttentionSettings(number, config.softmax_scale, window, softcap)
         self.input_norm = _norm(layer.input_layernorm)
-        self.mlp_norm = _norm(layer.pre_mlp_layernorm)
+        self.mlp_norm = None if config.parallel_attention else _norm(layer.pre_mlp_layernorm)
         self.attention = attention
         if attention.q_layernorm is not None:
             self.query_norm = _norm(attention.q_layernorm)
@@ -108,11 +111,12 @@ class _Layer:
         self.mlp = _mlp(layer.mlp, group)
 
     def __call__(self, hidden: Tensor, rotate: "_Function | None", which: Pass) -> Tensor:
-        mixed = self._queries_keys_values(self.input_norm(hidden))
+        normed = self.input_norm(hidden)
+        mixed = self._queries_keys_values(normed)
         if rotate is not None and self.rotated:
             mixed = rotate(mixed)
         hidden = hidden + self.projection(which.attend(mixed, self.how))
-        return hidden + self.mlp(self.mlp_norm(hidden))
+        return hidden + self.mlp(normed if self.mlp_norm is None else self.mlp_norm(hidden))
 
     def _queries_keys_values(self, hidden: Tensor) -> Tensor:
         """Of each group its queries, its key, its value: `[s, b, ng, np / ng + 2, hn]`."""
@@ -129,11 +133,16 @@ class _Layer:
 
 
 class _Rotation:
-    def __init__(self, chunk: Any) -> None:
+    def __init__(self, chunk: Any, local: bool) -> None:
+        """`local`: of the layers with a window, where they have another."""
         config = chunk.config
-        self.embedding = None
+        self.embedding: Any = None
         if chunk.position_embedding_type in ("rope", "yarn"):
             self.embedding = chunk.rotary_pos_emb
+        if config.rotary_base_local is not None:
+            self.embedding = self.embedding.local if local else self.embedding.whole
+        elif local:
+            self.embedding = None
         self.dtype = config.params_dtype
         self.interleaved = config.rotary_interleaved
         self.heads = config.num_attention_heads // config.num_query_groups
@@ -194,12 +203,17 @@ def _linear(module: Any, group: ProcessGroup) -> _Function:
     adapter = getattr(module, "lora", None)
     if adapter is not None and not adapter.merged:
         return lambda x: _with_bias(*module(x))
+    product, end = _linear_without_end(module, group), getattr(module, "branch_end", None)
+    return product if end is None else lambda x: end(product(x))
+
+
+def _linear_without_end(module: Any, group: ProcessGroup) -> _Function:
     if isinstance(module, ColumnParallelLinear):
         return _product(module.weight, module.bias)
     if isinstance(module, RowParallelLinear):
         return _divided_product(module.weight, module.bias, group)
     if not any(kind.__module__ == _ENGINE_LAYERS for kind in type(module).__mro__):
-        return lambda x: _with_bias(*module(x))
+        return lambda x: _with_bias(*module.forward(x))
     bias = module.bias if module.use_bias else None
     if module.parallel_mode == "row":
         return _divided_product(module.weight, bias, group)

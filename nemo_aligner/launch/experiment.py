@@ -53,6 +53,7 @@ from nemo_aligner.parallel.collectives import gathered
 from nemo_aligner.parallel.environment import is_rank_zero
 from nemo_aligner.report.ending import LiveReport
 from nemo_aligner.report.page import ABOUT_FILE
+from nemo_aligner.training import prometheus
 from nemo_aligner.training.loggers import CustomLoggerWrapper
 from nemo_aligner.training.timers import Timer
 
@@ -202,7 +203,7 @@ def setup_experiment(trainer: Trainer, cfg: DictConfig) -> Path | None:
         options.resume_from_checkpoint = None
         options.max_time_per_run = None
         options.seconds_to_sleep = 0
-        for key in ("checkpoint_callback_params", *INERT_EXPERIMENT):
+        for key in ("checkpoint_callback_params", prometheus.KEY, *INERT_EXPERIMENT):
             options.pop(key.removeprefix("exp_manager."), None)
     try:
         log_dir = Path(nemo_exp_manager(trainer, options))
@@ -226,6 +227,9 @@ def setup_experiment(trainer: Trainer, cfg: DictConfig) -> Path | None:
             f"exp_manager, or leave it out ({', '.join(asked)})."
         ) from error
     if is_rank_zero():
+        address = cfg.exp_manager.get(prometheus.KEY)
+        if address is not None:
+            trainer.loggers = [*trainer.loggers, prometheus.PrometheusLogger(address)]
         # In place of NeMo's file, which holds secrets.
         words = [shown_word(word) for word in sys.argv]
         (log_dir / "cmd-args.log").write_text(" ".join(words))

@@ -15,6 +15,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from nemo_aligner.checkpoint.forms import check_complete, check_restore_path
+from nemo_aligner.checkpoint.hub import HUB
 from nemo_aligner.config.jobs import JOBS
 from nemo_aligner.config.rules import PREFIX_DATA_JOBS, restore_key
 from nemo_aligner.core.errors import UserError
@@ -53,10 +54,12 @@ CODE = {key.name: key.code for job in JOBS.values() for key in job.keys.values()
 
 
 def check_inputs(cfg: DictConfig, config_name: str) -> None:
-    """`UserError`: a model, file or record that a complete `cfg` names is missing or unusable."""
+    """`UserError`: a model, file or record that a complete `cfg` names is missing or unusable. A
+    model named as on the Hugging Face Hub becomes the path of its folder.
+    """
     given = {key: OmegaConf.select(cfg, key) for key in (restore_key(config_name), *MODELS, *CODE)}
     for key, value in given.items():
-        if value is None or "://" in str(value):
+        if value is None or ("://" in str(value) and not str(value).startswith(HUB)):
             continue
         if key in CODE:
             from nemo_aligner.servers.user_code import split_spec
@@ -68,7 +71,9 @@ def check_inputs(cfg: DictConfig, config_name: str) -> None:
             if not Path(value).is_file():
                 raise UserError(f"{key}={value} does not exist; give a file.")
         else:
-            check_restore_path(value, key)
+            found = str(check_restore_path(value, key))
+            if found != str(Path(value).expanduser()):  # named as on the Hub
+                OmegaConf.update(cfg, key, found)
     for key, file, section, is_first in _data_files(cfg, config_name):
         columns = Columns(section.columns if file.columns is None else file.columns)
         form = (section.get("data_impl") or "jsonl").removeprefix("chunked_")

@@ -33,6 +33,16 @@ CHUNK_ELEMENTS = 1 << 18
 CHUNK_ELEMENTS_GPU = 1 << 24
 
 
+def scaled_logits(logits: Tensor, config: Any) -> Tensor:
+    """What a model makes of its output layer's logits: l / `logits_scaling`, then c tanh(l / c)
+    with c = `final_logit_softcapping`.
+    """
+    if config.logits_scaling != 1:
+        logits = logits / config.logits_scaling
+    cap = config.final_logit_softcapping
+    return logits if cap is None else cap * torch.tanh(logits / cap)
+
+
 def from_parallel_logits_to_logprobs(
     vocab_parallel_logits: Tensor,
     target: Tensor,

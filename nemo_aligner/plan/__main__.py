@@ -219,9 +219,9 @@ def read_model(path: Path) -> tuple[dict[str, Any], int]:
     """A model's configuration, and the ids of its tokenizer or rows of its table: of a `.nemo` (or
     folder), or a YAML file with a `model` section and its `override_vocab_size`.
     """
-    if not path.exists():
-        raise UserError(f"{path} does not exist; give the path of a model.")
     if path.suffix in (".yaml", ".yml"):
+        if not path.exists():
+            raise UserError(f"{path} does not exist; give the path of a model.")
         try:
             tree = OmegaConf.load(path)
         except YAMLError as error:

@@ -147,6 +147,8 @@ def attention_bytes(
         total += (norm_bytes(a, w.on_gpu) - e) * tokens * (queries + keys)
     heads = a.heads / split.tp
     total += FP32 * tokens * heads
+    if a.capped_scores:  # of each head: the tanh, the weights, and those in the model's dtype
+        total += (2 * FP32 + e * (e != FP32)) * tokens * heads * width
     if w.on_gpu:
         return total
     if split.cp > 1:  # keys and values of the whole sequence take the place of the rank's own
@@ -201,7 +203,7 @@ def layer_bytes(a: Architecture, split: Split, samples: int, w: Workload) -> flo
     """Of a micro-batch, for its backward pass."""
     tokens = samples * w.width / split.cp
     residual = tokens / (split.tp if split.sequence_parallel else 1)
-    total = 2 * norm_bytes(a, w.on_gpu) * residual * a.hidden
+    total = a.norms * norm_bytes(a, w.on_gpu) * residual * a.hidden
     total += attention_bytes(a, split, tokens, samples, w)
     total += feed_forward_bytes(a, split, tokens, w.on_gpu)
     total += adapter_bytes(a, split, tokens, residual)
@@ -277,7 +279,7 @@ def output_bytes(a: Architecture, split: Split, samples: int, w: Workload) -> li
     if a.head_outputs:
         wide = a.head_bytes * tokens * a.hidden  # the head computes in its own dtype
         return [{ACTIVATIONS: norm, TEMPORARY: 2 * wide}]
-    logits = logits_bytes(a, split, tokens)
+    logits = logits_bytes(a, split, tokens) * (1 + a.capped_logits)
     matrix = e * a.vocab_rows / split.tp * a.hidden if a.lora is None else 0.0
     chunks = chunk_bytes(a, split, tokens, w.on_gpu, training=True)
     return [

@@ -47,8 +47,12 @@ class Architecture:
     swiglu: bool = True  # and it is SwiGLU
     bias: bool = False  # the linear layers have biases
     qkv_bias: bool = False  # that of queries, keys and values has one
-    qk_norm: bool = False  # queries and keys are normalized per head
+    norms: int = 2  # of a layer
+    qk_norm: bool = False  # queries and keys are normalized
+    all_heads: bool = False  # by one norm for all heads
     layernorm: bool = False  # norms have a bias beside their scale
+    capped_scores: bool = False  # attention scores are bounded, which no fused kernel does
+    capped_logits: bool = False
     tied: bool = False  # the output layer is the embedding table
     experts: int = 0  # of a layer; 0: dense
     expert_ffn: int = 0  # F of an expert
@@ -151,8 +155,14 @@ def read_architecture(
         swiglu=str(model["activation"]).lower().endswith("swiglu"),
         bias=bool(model["bias"]),
         qkv_bias=bool(model["bias"] or model["add_qkv_bias"]),
+        norms={"before": 2 - bool(model["parallel_attention"]), "after": 2, "both": 4}[
+            model["norm_position"]
+        ],
         qk_norm=bool(model.get("qk_layernorm")),
-        layernorm=str(model["normalization"]).lower() != "rmsnorm",
+        all_heads=bool(model["qk_layernorm_all_heads"]),
+        layernorm=str(model["normalization"]).lower() != "rmsnorm" and model["layernorm_bias"],
+        capped_scores=model["attn_logit_softcapping"] is not None,
+        capped_logits=model["final_logit_softcapping"] is not None,
         tied=bool(model["share_embeddings_and_output_weights"]) and not head_outputs,
         experts=experts,
         expert_ffn=(v.whole("model.moe_ffn_hidden_size") or ffn) if experts else 0,
@@ -181,14 +191,15 @@ def _dense_layers(model: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def count_layer(a: Architecture, tp: int = 1, ep: int = 1) -> Weights:
-    norms = 2 * _norm(a)
+    norms = a.norms * _norm(a)
     qkv_width, proj_width = (a.queries + 2 * a.keys) // tp, a.queries // tp
     qkv = a.hidden * qkv_width + (qkv_width if a.qkv_bias else 0)
     # The bias after a matrix that is split along its input exists once, on every rank.
     proj = proj_width * a.hidden + (a.hidden if a.bias else 0)
     attention = norms + qkv + proj
-    if a.qk_norm:  # one for the queries and one for the keys, of a head each
-        attention += 2 * a.head_size * (1 + a.layernorm)
+    if a.qk_norm:  # one for the queries and one for the keys
+        widths = a.queries + a.keys if a.all_heads else 2 * a.head_size
+        attention += widths * (1 + a.layernorm)
     if a.experts:
         router = (a.hidden + a.bias) * a.experts
         expert = _feed_forward(a, a.expert_ffn // tp)

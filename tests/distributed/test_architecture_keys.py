@@ -25,9 +25,38 @@ DENSE = {
     "query_pre_attn_scalar": 5,
     "activation": "geglu",
     "openai_gelu": True,
+    "norm_position": "both",
+    "rotary_base_local": 100.0,
+    "attn_logit_softcapping": 0.5,
+    "final_logit_softcapping": 1.5,
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.7,
+    "logits_scaling": 0.5,
+}
+YARN = {
+    "position_embedding_type": "yarn",
+    "yarn_rotary_scaling_factor": 4.0,
+    "yarn_original_max_position_embeddings": 16,
+}
+# Norms behind attention and MLP, those of queries and keys over all heads (OLMo 3).
+AFTER = YARN | {
+    "num_layers": 4,
+    "norm_position": "after",
+    "qk_layernorm": True,
+    "qk_layernorm_all_heads": True,
+    "window_size": [3, 0],
+    "window_attn_skip_freq": 2,
+    "rotary_base_local": 100.0,
+}
+BESIDE = {  # Cohere
+    "num_layers": 4,
+    "normalization": "layernorm",
+    "layernorm_bias": False,
+    "parallel_attention": True,
+    "rotary_interleaved": True,
 }
 # A layer without experts on each of two pipeline stages.
-EXPERTS = {
+EXPERTS = YARN | {
     "num_layers": 4,
     "init_method_std": 0.3,
     "num_moe_experts": 4,
@@ -35,9 +64,6 @@ EXPERTS = {
     "moe_layer_freq": [0, 1, 1, 0],
     "moe_shared_expert_intermediate_size": 16,
     "moe_shared_expert_gate": True,
-    "position_embedding_type": "yarn",
-    "yarn_rotary_scaling_factor": 4.0,
-    "yarn_original_max_position_embeddings": 16,
 }
 PP2 = {"pipeline_model_parallel_size": 2}
 TP2 = {"tensor_model_parallel_size": 2}
@@ -55,6 +81,8 @@ CASES = {
             "CP2": CP2,
         },
     ),
+    "after": (AFTER, {"PP2": PP2, "TP2": TP2, "TP2+SP": TP2_SP, "CP2": CP2}),
+    "beside": (BESIDE, {"PP2": PP2, "TP2": TP2, "TP2+SP": TP2_SP, "CP2": CP2}),
     "experts": (
         EXPERTS,
         {"PP2": PP2, "TP2+SP": TP2_SP, "CP2": CP2, "EP2": {"expert_model_parallel_size": 2}},

@@ -15,7 +15,11 @@ from safetensors.torch import load_file
 
 from nemo_aligner.checkpoint import nemo_archive, torch_dist_stream
 from nemo_aligner.checkpoint.hugging_face import writing
-from nemo_aligner.checkpoint.hugging_face.architecture import as_class_reads
+from nemo_aligner.checkpoint.hugging_face.architecture import (
+    PER_SAMPLE,
+    PER_TOKEN,
+    as_class_reads,
+)
 from nemo_aligner.checkpoint.hugging_face.writing import describe
 from nemo_aligner.convert.__main__ import main
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
@@ -24,7 +28,7 @@ from tests import hugging_face
 from tests.cases import some_of
 from tests.peft_folders import convert, outputs_of
 from tests.tiny_models import GPT2_LIKE, tiny_config
-from tests.unit.test_hugging_face_folders import EACH
+from tests.unit.test_hugging_face_folders import with_class
 
 pytestmark = pytest.mark.slow
 
@@ -90,8 +94,15 @@ def test_there_and_back_gives_the_same_bits(write_folder, tmp_path, name):
     assert before | ({} if configs[0].get("eos_token_id") else {"eos_token_id": 299}) == after
 
 
-@some_of("kind", ["SequenceClassification", "TokenClassification"])
-@some_of("name", EACH, keep=4)
+@some_of(
+    ("name", "kind"),
+    [
+        (name, role.removeprefix("For"))
+        for role in (PER_SAMPLE, PER_TOKEN)
+        for name in with_class(role)
+    ],
+    keep=4,
+)
 def test_heads_go_there_and_back(write_folder, tmp_path, name, kind):
     hf = hugging_face.with_head(kind, name, labels=2)
     folder = write_folder(hf)

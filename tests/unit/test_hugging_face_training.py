@@ -24,13 +24,23 @@ pytestmark = pytest.mark.slow
 STEPS = 5
 
 
-@some_of("name", ["Llama", "Qwen2", "Gemma", "Mixtral"])
+@some_of(
+    "name", ["Llama", "Qwen2", "Gemma", "Mixtral", "Gemma3Text", "Olmo3", "Granite", "Cohere2"]
+)
 def test_sft_steps_equal_those_of_transformers(write_folder, tmp_path, name):
     # All rows belong to tokens: here ids that are none get no probability.
     # All rows learn: transformers leaves out that of the padding.
     settings = {**hugging_face.ODD, "vocab_size": 300, "pad_token_id": None}
     if name == "Mixtral":
         settings |= {"num_local_experts": 4, "router_aux_loss_coef": 0.0}
+    if name in ("Olmo3", "Cohere2"):  # whose heads have hidden_size / heads channels
+        settings.pop("head_dim")
+    if name == "Granite":
+        settings |= {
+            "residual_multiplier": 0.5,
+            "logits_scaling": 2.0,
+            "attention_multiplier": 0.2,
+        }
     hf = hugging_face.randomized(hugging_face.causal_lm(name, **settings))
     job = OmegaConf.create(
         {"micro_batch_size": 2, "precision": 32, "optim": OPTIM | {"weight_decay": 0.0}}
@@ -48,7 +58,7 @@ def test_sft_steps_equal_those_of_transformers(write_folder, tmp_path, name):
     assert type(written) is type(hf)
     tokens = next(batches(1))["tokens"]
     with torch.no_grad():
-        torch.testing.assert_close(written(tokens).logits, hf(tokens).logits, atol=1e-3, rtol=1e-3)
+        torch.testing.assert_close(written(tokens).logits, hf(tokens).logits, atol=2e-3, rtol=2e-3)
 
 
 def _callback(model, tmp_path, **options):

@@ -3,6 +3,8 @@
 """The functions of `launch/` that users' scripts call take a configuration with keys missing."""
 
 import json
+import urllib.error
+import urllib.request
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,6 +23,7 @@ from nemo_aligner.launch.experiment import (
     setup_experiment,
 )
 from nemo_aligner.launch.processes import resolve_and_create_trainer
+from nemo_aligner.training.prometheus import PrometheusLogger
 
 pytestmark = pytest.mark.slow
 
@@ -176,6 +179,27 @@ def test_mlflow_writes_into_a_folder(tmp_path, monkeypatch, folder):
     assert run.data.params == {"model/seed": "7"}
     history = client.get_metric_history(run.info.run_id, "train/loss")
     assert [(entry.step, entry.value) for entry in history] == [(1, 0.5), (2, 1.0)]
+
+
+def test_prometheus_reads_the_newest_metrics(tmp_path):
+    trainer, logger = with_logger(tmp_path / "job", prometheus_address="127.0.0.1:0")
+    address = f"127.0.0.1:{trainer.loggers[-1].port}"
+    for step in (1, 2):
+        logger.log_metrics({"loss": 0.5 * step, "a-b": float("nan")}, step, prefix="train/")
+    page = urllib.request.urlopen(f"http://{address}/metrics", timeout=10).read().decode()
+    lines = [line for line in page.splitlines() if not line.startswith("#")]
+    assert sorted(lines) == [
+        "nemo_aligner_step 2.0",
+        "nemo_aligner_train_a_b NaN",
+        "nemo_aligner_train_loss 1.0",
+    ]
+    with pytest.raises(UserError, match=f"prometheus_address={address} cannot be served"):
+        PrometheusLogger(address)
+    logger.finalize()
+    with pytest.raises(urllib.error.URLError):
+        urllib.request.urlopen(f"http://{address}/metrics", timeout=10)
+    with pytest.raises(UserError, match="prometheus_address=9400 is not HOST:PORT"):
+        PrometheusLogger("9400")
 
 
 def test_a_logger_that_cannot_work_is_refused_in_two_lines(tmp_path, monkeypatch):

@@ -24,7 +24,7 @@ from nemo_aligner.config.parallel_rules import check_architecture
 from nemo_aligner.config.schema import CONFIG_NAMES, LIVE
 from nemo_aligner.core.errors import ConfigError
 from nemo_aligner.launch.model_loading import load_from_nemo
-from nemo_aligner.models.nlp.gpt import megatron_config, megatron_layers
+from nemo_aligner.models.nlp.gpt import megatron_config, megatron_norms
 from nemo_aligner.models.nlp.gpt.megatron_config import KERNELS, TRANSFORMER_ENGINE_KERNELS
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRewardModel
@@ -153,12 +153,9 @@ REFUSED = {
     "qk_l2_norm": True,
     "softmax_type": "learnable",
     "no_rope_freq": 1,
-    "parallel_attention": True,
     "attention_bias": True,
     "mlp_bias": True,
     "lm_head_bias": True,
-    "attn_logit_softcapping": 50.0,
-    "final_logit_softcapping": 30.0,
     "softmax_scale": 0.1,
     "rope_local_base_freq": 10000.0,
     "query_pre_attn_scalar": 0,
@@ -494,7 +491,13 @@ def test_a_window_needs_one_context_rank_under_transformer_engine(monkeypatch):
         ({"window_size": [3, 0], "window_attn_skip_freq": 1}, "whole number from 2 on"),
         ({"no_rope_freq": [2, 0]}, "no_rope_freq=.2, 0. must be"),
         ({"no_rope_freq": 2, "position_embedding_type": "none"}, "no_rope_freq=2 with"),
-        ({"transformer_block_type": "normformer"}, "norms behind .*Gemma 2 and 3.*side by side"),
+        ({"transformer_block_type": "normformer"}, "norms stand where model.norm_position says"),
+        ({"qk_layernorm_all_heads": True}, "qk_layernorm_all_heads=True needs"),
+        ({"rotary_base_local": 100.0}, "rotary_base_local=100.0 needs model.window_size"),
+        (
+            {"parallel_attention": True, "norm_position": "both"},
+            "norm_position=both .*parallel_attention; set it to before",
+        ),
         (
             {"mcore_customization_config": {"moe_expert_capacity_factor": 1.0}},
             "moe_expert_capacity_factor=1.0 .*break a promise: .* the same numbers.* at any split",
@@ -628,9 +631,10 @@ def test_zero_centered_norms_keep_the_last_bits_in_bf16(normalization):
             normalization=megatron_config.NORMALIZATIONS[cfg.normalization],
             layernorm_zero_centered_gamma=True,
             sequence_parallel=True,
+            layernorm_bias=True,
         ),
     )
-    norm = megatron_layers.LocalNorm(config, 64, eps=1e-5)
+    norm = megatron_norms.LocalNorm(config, 64, eps=1e-5)
     assert torch.equal(norm.weight, torch.zeros(64)) and norm.weight.sequence_parallel
     norm = norm.bfloat16()
     torch.nn.init.normal_(norm.weight, std=1e-3)  # bf16 has no number between 1 and 1.0078

@@ -142,7 +142,8 @@ def test_a_resumed_loader_goes_on_with_the_next_packs(build):
 
 @some_of("reduction", ["token", "sequence"], keep=["sequence"])
 @pytest.mark.parametrize(
-    "architecture", ["gpt2", "llama", "window", "recomputed", "selective", "modules"]
+    "architecture",
+    ["gpt2", "llama", "window", "norms after", "beside", "recomputed", "selective", "modules"],
 )
 def test_loss_and_gradient_are_those_of_the_examples_alone(
     tiny_tokenizer_dir, tiny_tokenizer, build, architecture, reduction
@@ -156,6 +157,16 @@ def test_loss_and_gradient_are_those_of_the_examples_alone(
     }
     more = {
         "window": {"window_size": [3, 0]},
+        "norms after": {
+            "norm_position": "after",
+            "qk_layernorm": True,
+            "qk_layernorm_all_heads": True,
+            "window_size": [3, 0],
+            "window_attn_skip_freq": 2,
+            "rotary_base_local": 100.0,
+            "attn_logit_softcapping": 0.5,
+        },
+        "beside": {"parallel_attention": True},
         "recomputed": recomputation,
         "selective": {"activations_checkpoint_granularity": "selective"},
         "modules": {

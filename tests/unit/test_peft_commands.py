@@ -23,7 +23,6 @@ from tests.hugging_face import change_tensors, edit_json
 from tests.peft_folders import (
     ADAPTERS,
     CONFIG,
-    MODULES,
     TOKENS,
     assert_same_logits,
     assert_same_tensors,
@@ -321,8 +320,6 @@ def test_a_base_by_its_name_on_the_hub_is_an_error_that_names_the_key(folder, ca
 
 
 def test_every_architecture_has_its_projections_all_apart_or_all_together():
-    kinds = {hugging_face.FOLDERS[name]().config.model_type for name in MODULES}
-    assert kinds == set(ARCHITECTURES)
     for architecture in ARCHITECTURES.values():
         layer = architecture.layer
         separate = len(layer["self_attention.linear_qkv."].names) == 3

@@ -168,7 +168,13 @@ class Architecture:
     implied: Sequence[str] = ()  # keys of `config.json` that follow from others
 
     def class_for(self, role: str) -> str:
-        return self.class_name + self.endings.get(role, role)
+        """The name of a class; `Unsupported`: the installed transformers has none."""
+        import transformers
+
+        name = self.class_name + self.endings.get(role, role)
+        if not hasattr(transformers, name):
+            raise Unsupported(f"transformers has no class {name} that a folder could name.")
+        return name
 
 
 def model_keys(
@@ -261,6 +267,8 @@ def computed(keys: Mapping[str, Any]) -> dict[str, Any]:
     result["normalization"] = str(values["normalization"]).lower()
     if result["normalization"] == "layernorm1p":
         result |= {"normalization": "layernorm", "layernorm_zero_centered_gamma": True}
+    if result["normalization"] == "rmsnorm":
+        result["layernorm_bias"] = None
     result["activation"] = _activation(values)
     kind = values["position_embedding_type"]
     for key in result:
@@ -274,7 +282,10 @@ def computed(keys: Mapping[str, Any]) -> dict[str, Any]:
         result["max_position_embeddings"] = None
     if result["query_pre_attn_scalar"] is None:
         result["query_pre_attn_scalar"] = float(result["kv_channels"])
+    result["no_rope_freq"] = layers_without_rotation(values)
     result["window_attn_skip_freq"] = windowed_layers(values)
+    if not any(windowed_layers(values)):
+        result["rotary_base_local"] = None
     result["window_size"] = values["window_size"] if windowed_layers(values) else None
     if not values["num_moe_experts"]:
         result |= {key: None for key in result if key.startswith("moe_")}
@@ -296,6 +307,14 @@ def windowed_layers(keys: Mapping[str, Any]) -> list[int]:
     if isinstance(freq, int):  # as Megatron Core counts: each layer with this number has none
         return [int((layer + 1) % freq != 0) for layer in range(layers)]
     return list(freq)
+
+
+def layers_without_rotation(keys: Mapping[str, Any]) -> list[int]:
+    """For each layer 1 if it leaves out the rotation, else 0; empty if none does."""
+    freq, layers = keys.get("no_rope_freq"), int(keys["num_layers"])
+    if isinstance(freq, int):
+        return [int((layer + 1) % freq == 0) for layer in range(layers)]
+    return list(freq or ()) if any(freq or ()) else []
 
 
 def expert_layers(keys: Mapping[str, Any]) -> list[int]:

@@ -8,6 +8,7 @@ from typing import Any
 from nemo_aligner.checkpoint.hugging_face import parts
 from nemo_aligner.checkpoint.hugging_face.architecture import (
     CAUSAL_LM,
+    PER_SAMPLE,
     Architecture,
     Part,
     Rule,
@@ -37,12 +38,17 @@ def _like_llama(
     same: Mapping[str, str] | None = None,
     always: Mapping[str, Any] | None = None,
     layer: Mapping[str, Rule] = parts.MLP,
+    attention: Mapping[str, Rule] = parts.ATTENTION,
+    activation: str = "hidden_act",
     choices: Mapping[str, Mapping[Any, Mapping[str, Any]]] | None = None,
     more: Sequence[Part] = (),
     rope: Part = parts.ROPE,
     implied: Sequence[str] = (),
+    endings: Mapping[str, str] | None = None,
 ) -> Architecture:
-    """Llama's architecture with additions and changes; `layer`: rules but for the attention's."""
+    """Llama's architecture with additions and changes; `layer`: rules beside the attention's;
+    `activation`: the name of its activation.
+    """
     return Architecture(
         model_type=model_type,
         class_name=class_name,
@@ -50,10 +56,11 @@ def _like_llama(
         always=parts.ALWAYS | dict(always or {}),
         base="model.",
         outside=parts.OUTSIDE,
-        layer=parts.ATTENTION | dict(layer),
-        choices={"hidden_act": parts.GATED_ACTIVATIONS} | dict(choices or {}),
+        layer=dict(attention) | dict(layer),
+        choices={activation: parts.GATED_ACTIVATIONS} | dict(choices or {}),
         parts=(rope, *more),
         implied=implied,
+        endings=endings or {},
     )
 
 
@@ -87,6 +94,110 @@ GEMMA = _like_llama(
         "use_bidirectional_attention": {None: {}, False: {}},
     },
     implied=("hidden_activation",),
+)
+
+# Norms before and after attention and MLP, bounds of scores and logits, windows in some layers.
+_GEMMA_2: dict[str, Any] = dict(
+    same={
+        "query_pre_attn_scalar": "query_pre_attn_scalar",
+        "attn_logit_softcapping": "attn_logit_softcapping",
+        "final_logit_softcapping": "final_logit_softcapping",
+    },
+    layer=parts.MLP
+    | {
+        "mlp.linear_fc1.layer_norm_": made_of("pre_feedforward_layernorm."),
+        parts.ATTENTION_END: made_of("post_attention_layernorm."),
+        parts.MLP_END: made_of("post_feedforward_layernorm."),
+    },
+    activation="hidden_activation",
+    choices=_NO_BIAS | {"use_bidirectional_attention": {None: {}, False: {}}},
+    more=(parts.LAYER_WINDOWS,),
+)
+_GEMMA_2_ALWAYS = {
+    "apply_embedding_scaling": True,
+    "layernorm_zero_centered_gamma": True,
+    "norm_position": "both",
+}
+GEMMA2 = _like_llama("gemma2", "Gemma2", always=_GEMMA_2_ALWAYS, **_GEMMA_2)
+
+# The text model: queries and keys normalized, two rotations.
+GEMMA3 = _like_llama(
+    "gemma3_text",
+    "Gemma3",
+    always=_GEMMA_2_ALWAYS | {"qk_layernorm": True},
+    rope=parts.TWO_ROPES,
+    endings={PER_SAMPLE: "TextForSequenceClassification"},
+    **_GEMMA_2 | {"layer": parts.QUERY_KEY_NORM | _GEMMA_2["layer"]},
+)
+
+# Norms after attention and MLP alone, those of queries and keys over all heads.
+_OLMO: dict[str, Any] = dict(
+    always={"qk_layernorm": True, "qk_layernorm_all_heads": True, "norm_position": "after"},
+    attention=parts.WITHOUT_NORM,
+    layer=parts.QUERY_KEY_NORM
+    | parts.MLP_WITHOUT_NORM
+    | {
+        parts.ATTENTION_END: made_of("post_attention_layernorm."),
+        parts.MLP_END: made_of("post_feedforward_layernorm."),
+    },
+    choices=_NO_BIAS,
+)
+OLMO2 = _like_llama("olmo2", "Olmo2", **_OLMO)
+OLMO3 = _like_llama("olmo3", "Olmo3", rope=parts.TWO_ROPES, more=(parts.LAYER_WINDOWS,), **_OLMO)
+
+# Factors of embeddings, attention scores, branches and logits.
+GRANITE = _like_llama(
+    "granite",
+    "Granite",
+    same={
+        name: name for name in ("embedding_multiplier", "residual_multiplier", "logits_scaling")
+    },
+    choices=_NO_BIAS | {"mlp_bias": {False: {}}},
+    more=(parts.ATTENTION_MULTIPLIER,),
+)
+
+# Attention beside the MLP, layer norms without bias, rotation in the layers with a window.
+COHERE2 = _like_llama(
+    "cohere2",
+    "Cohere2",
+    norm_eps="layer_norm_eps",
+    always={
+        "normalization": "layernorm",
+        "layernorm_bias": False,
+        "parallel_attention": True,
+        "rotary_interleaved": True,
+    },
+    layer=parts.MLP_WITHOUT_NORM,
+    choices=_NO_BIAS,
+    more=(parts.ROTATED_WINDOWS, parts.LOGIT_SCALE),
+)
+
+# Layers without rotation.
+SMOLLM3 = _like_llama(
+    "smollm3",
+    "SmolLM3",
+    choices=_NO_BIAS | {"mlp_bias": {False: {}}, "use_sliding_window": {False: {}}},
+    more=(parts.ROTATED_LAYERS,),
+    implied=("sliding_window",),
+)
+
+# Neighbouring channels rotated, in a part of each head; gate and partner in one tensor.
+_GLM: dict[str, Any] = dict(
+    choices={"attention_bias": {True: {"qkv_bias": True}, False: {"qkv_bias": False}}},
+    rope=parts.PARTIAL_ROPE,
+)
+_GLM_MLP = parts.MLP | {"mlp.linear_fc1.": made_of("mlp.gate_up_proj.")}
+GLM = _like_llama("glm", "Glm", always={"rotary_interleaved": True}, layer=_GLM_MLP, **_GLM)
+GLM4 = _like_llama(
+    "glm4",
+    "Glm4",
+    always={"rotary_interleaved": True, "norm_position": "both"},
+    layer=_GLM_MLP
+    | {
+        parts.ATTENTION_END: made_of("post_self_attn_layernorm."),
+        parts.MLP_END: made_of("post_mlp_layernorm."),
+    },
+    **_GLM,
 )
 
 # Learned positions, biases, matrices stored transposed.
@@ -249,6 +360,15 @@ ARCHITECTURES = {
         QWEN2,
         QWEN3,
         GEMMA,
+        GEMMA2,
+        GEMMA3,
+        OLMO2,
+        OLMO3,
+        GRANITE,
+        COHERE2,
+        SMOLLM3,
+        GLM,
+        GLM4,
         GPT2,
         PHI3,
         NEMOTRON,
@@ -257,6 +377,28 @@ ARCHITECTURES = {
         QWEN2_MOE,
         QWEN3_MOE,
     )
+}
+
+
+# `model_type` -> why a model cannot be computed here
+REFUSED = {
+    **dict.fromkeys(
+        ("deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite"),
+        "the cache of generation has no multi-head latent attention",
+    ),
+    "gpt_oss": "there are no attention sinks, and no experts with biases and a clamped activation",
+    **dict.fromkeys(
+        ("gemma3", "llama4", "mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"),
+        "it reads images; a folder of its text model alone can be used",
+    ),
+    **dict.fromkeys(
+        ("olmo", "cohere", "falcon", "gpt_neox", "phi", "granitemoe", "glm4_moe", "ernie4_5"),
+        "nobody has described its layers yet; one table in architectures.py would",
+    ),
+    **dict.fromkeys(
+        ("mamba2", "jamba", "bamba", "nemotron_h", "qwen3_next", "granitemoehybrid"),
+        "its layers are not those of a transformer alone",
+    ),
 }
 
 

@@ -12,6 +12,7 @@ from nemo_aligner.checkpoint.hugging_face.architecture import (
     Unsupported,
     attention,
     expert_layers,
+    layers_without_rotation,
     made_of,
     windowed_layers,
 )
@@ -63,6 +64,7 @@ YARN = {
 _ROPE_NAMES = ("rope_parameters", "rope_theta", "rope_scaling", "partial_rotary_factor")
 
 
+_LAYER_TYPES = ("full_attention", "sliding_attention")
 _NUMBERS = ("rope_theta", "partial_rotary_factor", "factor", "attention_factor")
 
 
@@ -176,7 +178,25 @@ def _whole_rope_keys(config: Config) -> dict[str, Any]:
     return keys
 
 
+def _two_ropes_keys(config: Config) -> dict[str, Any]:
+    whole, local = (config["rope_parameters"][kind] for kind in _LAYER_TYPES)
+    keys = _whole_rope_keys({**config, "rope_parameters": whole, "rope_scaling": None})
+    if local.get("rope_type", "default") != "default":
+        kind = local["rope_type"]
+        raise Unsupported(f"rope_parameters.sliding_attention.rope_type={kind!r} must be default.")
+    return keys | {"rotary_base_local": None if local == whole else float(local["rope_theta"])}
+
+
+def _two_ropes_config(keys: Config) -> dict[str, Any]:
+    whole = _rope_config(keys)["rope_parameters"]
+    base = keys["rotary_base_local"]
+    local = whole if base is None else {"rope_type": "default", "rope_theta": float(base)}
+    return {"rope_parameters": {"full_attention": whole, "sliding_attention": local}}
+
+
 ROPE = Part(_ROPE_NAMES, _whole_rope_keys, _rope_config)
+# Of layers without and with a window.
+TWO_ROPES = Part((*_ROPE_NAMES, "rope_local_base_freq"), _two_ropes_keys, _two_ropes_config)
 PARTIAL_ROPE = Part(_ROPE_NAMES, _rope_keys, _partial_rope_config)
 
 
@@ -224,12 +244,39 @@ def _switched_window_config(keys: Config) -> dict[str, Any]:
     }
 
 
-_LAYER_TYPES = ("full_attention", "sliding_attention")
+# Of classes that say for each layer whether it has the window.
+LAYER_WINDOWS = Part(
+    ("sliding_window", "layer_types"),
+    _window_keys,
+    lambda keys: (
+        _window_config(keys)
+        | {
+            "layer_types": [
+                _LAYER_TYPES[windowed]
+                for windowed in windowed_layers(keys) or [0] * int(keys["num_layers"])
+            ]
+        }
+    ),
+)
 # Qwen's, which a key of its own switches on.
 SWITCHED_WINDOW = Part(
     ("sliding_window", "layer_types", "use_sliding_window", "max_window_layers"),
     _switched_window_keys,
     _switched_window_config,
+)
+# Cohere 2's: layers without a window do not rotate.
+ROTATED_WINDOWS = Part(
+    LAYER_WINDOWS.reads,
+    lambda config: (
+        _window_keys(config)
+        | {"no_rope_freq": [int(kind == _LAYER_TYPES[0]) for kind in config["layer_types"]]}
+    ),
+    LAYER_WINDOWS.config,
+)
+LOGIT_SCALE = Part(
+    ("logit_scale",),
+    lambda config: {"logits_scaling": float(f"{1 / config['logit_scale']:.12g}")},
+    lambda keys: {"logit_scale": float(f"{1 / keys['logits_scaling']:.12g}")},
 )
 # Qwen3-MoE's: in all layers, whatever max_window_layers says.
 ALL_WINDOWS = Part(
@@ -286,6 +333,33 @@ NORMALIZED_WEIGHTS: dict[Any, dict[str, Any]] = {  # of the chosen experts, to a
     False: {"moe_router_pre_softmax": True},
 }
 
+# SmolLM 3's: 1 for each layer that rotates.
+ROTATED_LAYERS = Part(
+    ("no_rope_layers", "no_rope_layer_interval", "layer_types"),
+    lambda config: {"no_rope_freq": [1 - rotated for rotated in config["no_rope_layers"]]},
+    lambda keys: {
+        "no_rope_layers": [
+            1 - left_out
+            for left_out in layers_without_rotation(keys) or [0] * int(keys["num_layers"])
+        ]
+    },
+)
+
+
+def _attention_multiplier(keys: Config) -> dict[str, float]:
+    head = keys["kv_channels"] or int(keys["hidden_size"]) // int(keys["num_attention_heads"])
+    return {"attention_multiplier": float(keys["query_pre_attn_scalar"] or head) ** -0.5}
+
+
+# Granite's factor of the attention scores. Rounded: 0.2 is 1 / sqrt(25).
+ATTENTION_MULTIPLIER = Part(
+    ("attention_multiplier",),
+    lambda config: {
+        "query_pre_attn_scalar": float(f"{config['attention_multiplier'] ** -2:.12g}")
+    },
+    _attention_multiplier,
+)
+
 # --- names of weights ---
 
 OUTSIDE: dict[str, Rule] = {
@@ -301,11 +375,21 @@ ATTENTION: dict[str, Rule] = {
     "self_attention.linear_proj.": made_of("self_attn.o_proj."),
     "self_attention.linear_qkv.layer_norm_": made_of("input_layernorm."),
 }
-MLP: dict[str, Rule] = {
+WITHOUT_NORM: dict[str, Rule] = {
+    name: rule for name, rule in ATTENTION.items() if not name.endswith("norm_")
+}
+MLP_WITHOUT_NORM: dict[str, Rule] = {
     "mlp.linear_fc1.": made_of("mlp.gate_proj.", "mlp.up_proj."),
     "mlp.linear_fc2.": made_of("mlp.down_proj."),
+}
+MLP: dict[str, Rule] = MLP_WITHOUT_NORM | {
     "mlp.linear_fc1.layer_norm_": made_of("post_attention_layernorm."),
 }
+# Norms after attention and MLP, the only ones (OLMo) or beside those before (Gemma, GLM).
+ATTENTION_END, MLP_END = (
+    "self_attention.linear_proj.post_layernorm.",
+    "mlp.linear_fc2.post_layernorm.",
+)
 QUERY_KEY_NORM: dict[str, Rule] = {
     "self_attention.q_layernorm.": made_of("self_attn.q_norm."),
     "self_attention.k_layernorm.": made_of("self_attn.k_norm."),

@@ -30,7 +30,13 @@ from nemo_aligner.checkpoint.hugging_face import architecture as hf
 from nemo_aligner.checkpoint.hugging_face import peft_config, writing
 from nemo_aligner.checkpoint.hugging_face.architectures import ARCHITECTURES, expressing
 from nemo_aligner.checkpoint.hugging_face.reading import ORIGIN, Tensors
-from nemo_aligner.checkpoint.stored_weights import LAYERS, Slice, TensorSource, whole_tensor
+from nemo_aligner.checkpoint.stored_weights import (
+    LAYERS,
+    Slice,
+    TensorSource,
+    is_gated,
+    whole_tensor,
+)
 from nemo_aligner.config.defaults import complete_model
 from nemo_aligner.config.peft_rules import LORA, TARGET_GROUPS, TARGETS, LoRASettings
 from nemo_aligner.config.values import plain_dict
@@ -220,7 +226,7 @@ class PeftTensors:
         self._places: dict[str, tuple[Weight, int]] = {}
         for weight, layer in self.modules.adapted(self.settings):
             a, b = weight.keys(layer, self.modules.layers_differ)
-            self._shapes[a] = (len(weight.rule.names) * self._rank, weight.columns)
+            self._shapes[a] = (self._blocks(weight) * self._rank, weight.columns)
             self._shapes[b] = (weight.rows, self._rank)
             self._places |= dict.fromkeys((a, b), (weight, layer - 1))
         self.dtype = self.file.read(stems[0] + A, (slice(0, 1), slice(0, 1))).dtype
@@ -350,11 +356,19 @@ class PeftTensors:
             values = self._b(weight, layer, rows)[:, columns]
         return values[tuple(0 if isinstance(a, int) else slice(None) for a in part)]
 
+    def _blocks(self, weight: Weight) -> int:
+        """The number of A's of an adapter here: GLM has one for gate and partner, but one each for
+        queries, keys and values.
+        """
+        gated = weight.target == "mlp_fc1" and is_gated(self.modules.keys)
+        return 2 if gated and self.modules.separate else len(weight.rule.names)
+
     def _a(self, weight: Weight, layer: int, columns: slice) -> Tensor:
         """`[blocks * dim, columns]`."""
         width = columns.stop - columns.start
-        result = torch.zeros(len(weight.rule.names), self._rank, width, dtype=self.dtype)
+        result = torch.zeros(self._blocks(weight), self._rank, width, dtype=self.dtype)
         for index, block in enumerate(result):
+            index = min(index, len(weight.rule.names) - 1)
             adapter = self._found.get((weight.target, layer, index))
             if adapter is not None:
                 wanted = (slice(0, adapter.rank), columns)

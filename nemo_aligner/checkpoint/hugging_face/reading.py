@@ -18,7 +18,7 @@ from torch import Tensor
 
 from nemo_aligner.checkpoint.forms import HF_CONFIG, HF_WEIGHTS
 from nemo_aligner.checkpoint.hugging_face import architecture as hf
-from nemo_aligner.checkpoint.hugging_face.architectures import ARCHITECTURES
+from nemo_aligner.checkpoint.hugging_face.architectures import ARCHITECTURES, REFUSED
 from nemo_aligner.checkpoint.stored_weights import (
     LAYERS,
     EitherName,
@@ -234,7 +234,8 @@ class FolderWeights:
         if stem.endswith(hf.HEAD):
             return True
         if stem.endswith("norm_") or "layernorm" in stem:
-            return str(self.keys["normalization"]).lower().startswith("layernorm")
+            layernorm = str(self.keys["normalization"]).lower().startswith("layernorm")
+            return layernorm and bool(self.keys["layernorm_bias"])
         qkv = self.keys.get("add_qkv_bias") and stem.endswith("linear_qkv.")
         return bool(qkv or (self.keys["bias"] and "linear_" in stem))
 
@@ -306,8 +307,9 @@ def model_section(path: Path) -> DictConfig:
     if not isinstance(kind, str) or not kind:
         raise UserError(f"{path / HF_CONFIG} has no model_type; it is not a model's.")
     if kind not in ARCHITECTURES:
+        why = f" ({REFUSED[kind]})" if kind in REFUSED else ""
         raise hf.Unsupported(
-            f"{path}: the architecture {kind!r} is not supported; what is: "
+            f"{path}: the architecture {kind!r} is not supported{why}; what is: "
             f"{', '.join(sorted(ARCHITECTURES))}."
         )
     if given.get("quantization_config"):

@@ -208,10 +208,12 @@ def describe(
     return architecture, hf.hugging_face_config(architecture, keys), keys
 
 
-def check(section: DictConfig) -> None:
+def check(section: DictConfig, has_head: bool) -> None:
     """`UserError`, with the keys, if a model cannot be written; called before it is trained."""
-    _architecture, _config, keys = describe(section)
+    architecture, _config, keys = describe(section)
     _check_head(keys)
+    if has_head:
+        architecture.class_for(hf.PER_TOKEN if keys["output_sequence"] else hf.PER_SAMPLE)
 
 
 def write_folder(

@@ -130,6 +130,8 @@ class ExpManager(Section):
     create_wandb_logger: Weights & Biases. Likewise `create_mlflow_logger` with
         `mlflow_logger_kwargs` (null: into `mlruns` of the job's folder, for `mlflow ui
         --backend-store-uri`), and NeMo's others, for which see there
+    prometheus_address: **new**: `HOST:PORT` where rank 0 serves the newest metrics at `/metrics`
+        ([Prometheus](metrics.md#prometheus)), unencrypted and to all who reach it; null: nowhere
     resume_from_checkpoint, resume_if_exists, resume_ignore_no_checkpoint: resume from this
         checkpoint; from the last one of the folder; start from the beginning if there is none
     create_checkpoint_callback: False: no checkpoints
@@ -156,6 +158,7 @@ class ExpManager(Section):
     clearml_logger_kwargs: dict | None = key(ABSENT, free=True)
     create_neptune_logger: bool = key(ABSENT)
     neptune_logger_kwargs: dict | None = key(ABSENT, free=True)
+    prometheus_address: str | None = key(ABSENT, fallback=None)
     resume_from_checkpoint: str | None = key(None)
     resume_if_exists: bool = key(True)
     resume_past_end: bool = key(ABSENT)

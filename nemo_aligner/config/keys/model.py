@@ -44,8 +44,13 @@ class Architecture(Section):
     normalization, layernorm_epsilon: `layernorm`, `rmsnorm`, or `layernorm1p`: `layernorm` with
         `layernorm_zero_centered_gamma`
     layernorm_zero_centered_gamma: the norm's stored weight is its distance from 1
+    norm_position: norms stand `before` attention and MLP, `after` them (OLMo 2) or at `both`
+        places (Gemma 2, GLM 4)
+    layernorm_bias: False: layer norms have no bias (Cohere)
+    parallel_attention: attention and MLP read the same norm, side by side (Cohere)
     qk_layernorm: the queries and keys of each head are normalized before the rotation (Qwen 3), by
         a norm of the kind and epsilon above
+    qk_layernorm_all_heads: one such norm over the queries of all heads, one over all keys (OLMo 2)
     activation: `gelu`, `geglu`, `gelu_new`, `relu`, `reglu`, `squared-relu`, `silu`, `swiglu`;
         `fast-` names mean the same. `gelu` and `geglu` are the exact function, see the next two
         keys; `gelu_new` and `gelu_pytorch_tanh` are the tanh form of `gelu`
@@ -60,11 +65,15 @@ class Architecture(Section):
     scale_positional_embedding, scale_factor: Llama 3.1's scaling of the rotary frequencies, and
         its factor (Llama 3.2: 32). `low_freq_factor`, `high_freq_factor` and `old_context_len`
         have Llama 3's values (1, 4, 8192); others are refused
+    rotary_base_local: base of the layers with a window, whose rotation has no scaling (Gemma 3,
+        OLMo 3); null: all layers rotate alike
     window_size: `[n, 0]`: a position attends to the n before it and to itself. Hugging Face's
         `sliding_window` counts the position itself, so it is n + 1
     window_attn_skip_freq: which layers have the window: with n, every n-th attends to all
         positions (Gemma 2: 2); or a list with 1 (window) or 0 for each layer
     query_pre_attn_scalar: attention scores are divided by its square root
+    attn_logit_softcapping, final_logit_softcapping: attention scores, or logits, x become
+        c tanh(x / c) with this c (Gemma 2)
     no_rope_freq: which layers leave out the rotation: every n-th, or a list with 1 (left out) or 0
         for each layer (SmolLM 3)
     yarn_rotary_scaling_factor, yarn_original_max_position_embeddings, yarn_beta_fast,
@@ -72,6 +81,8 @@ class Architecture(Section):
         ([2309.00071](https://arxiv.org/abs/2309.00071)) with `position_embedding_type=yarn`;
         Hugging Face's `factor`, `original_max_position_embeddings`, ..., `truncate`
     apply_embedding_scaling: embeddings times the square root of `hidden_size` (Gemma)
+    embedding_multiplier, residual_multiplier, logits_scaling: factor of the embeddings; of what
+        attention and MLP add; divisor of the logits (Granite)
     qkv_bias: biases of queries, keys and values alone (Qwen)
     bias: biases of the linear layers
     share_embeddings_and_output_weights: a reward model has no output layer: False
@@ -104,7 +115,11 @@ class Architecture(Section):
     normalization: str | None = of_checkpoint("layernorm")
     layernorm_epsilon: Any = of_checkpoint(1e-05)
     layernorm_zero_centered_gamma: bool | None = of_checkpoint(False)
+    norm_position: Literal["before", "after", "both"] | None = of_checkpoint("before")
+    layernorm_bias: bool | None = of_checkpoint(True)
+    parallel_attention: bool | None = of_checkpoint(False)
     qk_layernorm: bool | None = of_checkpoint(False)
+    qk_layernorm_all_heads: bool | None = of_checkpoint(False)
     activation: str | None = of_checkpoint("gelu")
     openai_gelu: bool | None = of_checkpoint(False)
     bias_activation_fusion: bool | None = of_checkpoint(False)
@@ -117,7 +132,10 @@ class Architecture(Section):
     scale_factor: Any = of_checkpoint(8.0)
     window_size: Any = of_checkpoint(None)
     window_attn_skip_freq: Any = of_checkpoint(None)
+    rotary_base_local: float | None = of_checkpoint(None, above=0)
     query_pre_attn_scalar: Any = of_checkpoint(None)
+    attn_logit_softcapping: float | None = of_checkpoint(None, above=0)
+    final_logit_softcapping: float | None = of_checkpoint(None, above=0)
     no_rope_freq: Any = of_checkpoint(None)
     yarn_rotary_scaling_factor: Any = of_checkpoint(None)
     yarn_original_max_position_embeddings: Any = of_checkpoint(None)
@@ -127,6 +145,9 @@ class Architecture(Section):
     yarn_mscale_all_dim: Any = of_checkpoint(None)
     yarn_correction_range_round_to_int: bool | None = of_checkpoint(True)
     apply_embedding_scaling: bool | None = of_checkpoint(False)
+    embedding_multiplier: float | None = of_checkpoint(1.0, above=0)
+    residual_multiplier: float | None = of_checkpoint(1.0, above=0)
+    logits_scaling: float | None = of_checkpoint(1.0, above=0)
     qkv_bias: bool | None = of_checkpoint(False)
     add_qkv_bias: bool | None = of_checkpoint("${.qkv_bias}")
     bias: bool | None = of_checkpoint(True)

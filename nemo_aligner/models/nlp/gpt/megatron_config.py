@@ -58,8 +58,27 @@ NOT_WITH_YARN = {
 
 
 @dataclass
-class YarnTransformerConfig(TransformerConfig):
-    """`TransformerConfig` with what Megatron Core reads for YaRN (arXiv 2309.00071) beside it."""
+class GPTConfig(TransformerConfig):
+    """`TransformerConfig` with what the layers of `megatron_additions` read."""
+
+    norm_position: str = "before"
+    layernorm_bias: bool = True
+    parallel_attention: bool = False
+    qk_layernorm_all_heads: bool = False
+    rotary_base_local: float | None = None
+    attn_logit_softcapping: float | None = None
+    final_logit_softcapping: float | None = None
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    logits_scaling: float = 1.0
+
+
+ADDITIONS = list(GPTConfig.__annotations__)
+
+
+@dataclass
+class YarnTransformerConfig(GPTConfig):
+    """`GPTConfig` with what Megatron Core reads for YaRN (arXiv 2309.00071) beside it."""
 
     yarn_rotary_scaling_factor: float = 1.0
     yarn_original_max_position_embeddings: int = 4096
@@ -98,8 +117,8 @@ def position_arguments(cfg: DictConfig) -> dict[str, Any]:
         raise ConfigError(f"model.position_embedding_type={kind!r} is not supported; use {known}.")
     if isinstance(base, bool) or not isinstance(base, int | float) or base <= 0:
         raise ConfigError(
-            f"model.rotary_base={base!r} must be a positive number: all layers share it in "
-            "Megatron Core (Gemma 3 has two)."
+            f"model.rotary_base={base!r} must be a positive number; that of layers with a window "
+            "is model.rotary_base_local."
         )
     if cfg.scale_positional_embedding and kind != "rope":
         other = f"model.position_embedding_type={kind}"
@@ -275,7 +294,7 @@ def build_transformer_config(cfg: DictConfig) -> TransformerConfig:
     dtype = torch_dtype(cfg.precision)
     optional = {"kv_channels": cfg.kv_channels} if cfg.kv_channels else {}
     yarn = yarn_settings(cfg)
-    config_class = YarnTransformerConfig if yarn else TransformerConfig
+    config_class = YarnTransformerConfig if yarn else GPTConfig
     settings: dict[str, Any] = dict(
         **{name: cfg[name] for name in SAME_NAMES},
         **optional,
@@ -283,6 +302,7 @@ def build_transformer_config(cfg: DictConfig) -> TransformerConfig:
         **_normalization_settings(cfg),
         add_bias_linear=cfg.bias,
         **_attention_settings(cfg),
+        **_additions(cfg),
         **yarn,
         output_layer_init_method=None
         if cfg.use_scaled_init_method
@@ -304,6 +324,8 @@ def build_transformer_config(cfg: DictConfig) -> TransformerConfig:
     given = _given_fields(cfg, config)
     own_keys = set(ONLY).union(*LIVE.values())
     passed = passed_fields(given, config, settings, own_keys, MODEL_REFUSED)
+    if cfg.parallel_attention and "layernorm" in str(passed.get("recompute_modules")):
+        raise ConfigError("recompute_modules must not have layernorm with parallel_attention.")
     if "recompute_modules" in passed and config.recompute_granularity != "selective":
         raise ConfigError(
             f"recompute_modules={passed['recompute_modules']} needs "
@@ -360,6 +382,32 @@ def _normalization_settings(cfg: DictConfig) -> dict[str, Any]:
         "layernorm_epsilon": cfg.layernorm_epsilon,
         "qk_layernorm": bool(cfg.qk_layernorm),
     }
+
+
+def _additions(cfg: DictConfig) -> dict[str, Any]:
+    settings = {name: cfg[name] for name in ADDITIONS}
+    if cfg.qk_layernorm_all_heads and not cfg.qk_layernorm:
+        raise ConfigError("model.qk_layernorm_all_heads=True needs model.qk_layernorm=True.")
+    if cfg.qk_layernorm_all_heads and str(cfg.normalization).lower() != "rmsnorm":
+        raise ConfigError("model.qk_layernorm_all_heads=True needs model.normalization=rmsnorm.")
+    if cfg.num_moe_experts or cfg.parallel_attention:
+        needed = {"norm_position": "before", "residual_multiplier": 1.0}
+        if cfg.num_moe_experts:
+            needed |= {"parallel_attention": False, "layernorm_bias": True}
+        for name, value in needed.items():
+            if settings[name] != value:
+                raise ConfigError(
+                    f"model.{name}={settings[name]} is not supported with experts, or with "
+                    f"model.parallel_attention; set it to {value}."
+                )
+    if cfg.rotary_base_local is not None and not (
+        cfg.window_size is not None and cfg.position_embedding_type in ("rope", "yarn")
+    ):
+        raise ConfigError(
+            f"model.rotary_base_local={cfg.rotary_base_local} needs model.window_size and "
+            "model.position_embedding_type=rope or yarn; set it to null."
+        )
+    return settings
 
 
 def _attention_settings(cfg: DictConfig) -> dict[str, Any]:

@@ -35,6 +35,7 @@ from nemo_aligner.config.parallel_rules import check_pipeline_stages, count_voca
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.core.losses import loss_count, loss_weights
 from nemo_aligner.core.masks import counted_lengths
+from nemo_aligner.models.nlp.gpt.megatron_additions import add_to_module
 from nemo_aligner.models.nlp.gpt.megatron_config import (
     build_transformer_config,
     position_arguments,
@@ -44,7 +45,6 @@ from nemo_aligner.models.nlp.gpt.megatron_layers import (
     build_layer_spec,
     compute_logits_batch_first,
     compute_swiglu_at_once,
-    scale_embeddings,
 )
 from nemo_aligner.models.nlp.gpt.tokenizers import build_tokenizer
 from nemo_aligner.parallel import parallel_state
@@ -188,8 +188,7 @@ class MegatronGPTModel(RetiredHooks, ModelPT):
         first = parallel_state.is_pipeline_first_stage() and vp_stage == 0
         last = parallel_state.is_pipeline_last_stage() and vp_stage == self._num_chunks() - 1
         module = self.module_provider(first, last, vp_stage if virtual else None)
-        if self.cfg.apply_embedding_scaling and first:
-            scale_embeddings(module)
+        add_to_module(module, self.cfg.apply_embedding_scaling)
         compute_swiglu_at_once(module)
         if last and hasattr(module, "output_layer"):
             compute_logits_batch_first(module)
@@ -448,7 +447,7 @@ class MegatronGPTModel(RetiredHooks, ModelPT):
         """Check that Hugging Face can express the model; `UserError` names the keys."""
         from nemo_aligner.checkpoint.hugging_face import writing
 
-        writing.check(self.cfg)
+        writing.check(self.cfg, has_head=bool(self.fresh_weights()))
 
     def save_hugging_face(self, folder: Path, weights: Path) -> None:
         """Write a Hugging Face folder with the weights of a checkpoint, without the bias of a

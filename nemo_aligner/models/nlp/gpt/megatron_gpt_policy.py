@@ -41,7 +41,8 @@ from nemo_aligner.models.alignable_interface import (
     PolicyWithReference,
 )
 from nemo_aligner.models.nlp.gpt.log_probs import LogProbsMixin, ReferencePolicyMixin
-from nemo_aligner.models.nlp.gpt.megatron_layers import build_layer_spec, scale_embeddings
+from nemo_aligner.models.nlp.gpt.megatron_additions import add_to_module
+from nemo_aligner.models.nlp.gpt.megatron_layers import build_layer_spec
 from nemo_aligner.parallel.collectives import sum_over_dp
 from nemo_aligner.parallel.device import get_device
 
@@ -133,8 +134,7 @@ class MegatronGPTPolicyModel(LogProbsMixin, AlignableGenerativeInterface):
                 pg_collection=groups,
                 **(self.module_args() | {"config": config}),
             )
-        if self.cfg.apply_embedding_scaling and module.pre_process:
-            scale_embeddings(module)
+        add_to_module(module, self.cfg.apply_embedding_scaling)
         return module.to(device)
 
     def prepare_for_training(self) -> None:

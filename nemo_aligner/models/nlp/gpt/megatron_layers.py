@@ -4,7 +4,6 @@
 has it, else Megatron Core's local ones with PyTorch's attention and sequence-parallel norms.
 """
 
-import math
 from typing import Any
 
 import torch
@@ -25,9 +24,11 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
 from nemo_aligner.generation.cache import attention, visible
-from nemo_aligner.models.nlp.gpt.megatron_config import use_transformer_engine
+from nemo_aligner.models.nlp.gpt.megatron_additions import change_layer
+from nemo_aligner.models.nlp.gpt.megatron_config import GPTConfig, use_transformer_engine
+from nemo_aligner.models.nlp.gpt.megatron_norms import LocalNorm
 from nemo_aligner.parallel.context_parallel import gather_shares, share_positions
-from nemo_aligner.parallel.cpu_operations import rms_norm, swiglu
+from nemo_aligner.parallel.cpu_operations import swiglu
 from nemo_aligner.parallel.megatron_switches import parts_of, with_class
 
 
@@ -60,6 +61,7 @@ class SDPAttention(MegatronModule):
         self.attention_dropout = config.attention_dropout if given is None else given
         self.softmax_scale = softmax_scale
         self.window: int | None = None  # positions before its own that each position attends to
+        self.softcap = getattr(config, "attn_logit_softcapping", None)
         skipped = config.window_attn_skip_freq
         if is_layer_window_attention(config.window_size, skipped, layer_number):
             self.window = config.window_size[0]
@@ -97,73 +99,12 @@ class SDPAttention(MegatronModule):
         if positions is not None:
             in_window = visible(positions, width, self.window)
             mask = in_window if mask is None else mask & in_window
-        arguments = queries, keys, values, mask, self.softmax_scale
+        arguments = queries, keys, values, mask, self.softmax_scale, self.softcap
         if self.training and self.attention_dropout > 0:
             # Heads are split over TP ranks (and queries over CP ranks): each draws its own mask.
             with tensor_parallel.get_cuda_rng_tracker().fork():
                 return attention(*arguments, self.attention_dropout)
         return attention(*arguments)
-
-
-class _ZeroCentered:
-    """A norm whose weight is stored as its distance from 1 (`layernorm_zero_centered_gamma`). It
-    computes in float32 like Transformer Engine: in bf16, 1 + weight would lose the last bits.
-    """
-
-    weight: torch.nn.Parameter
-
-    def reset_parameters(self) -> None:
-        super().reset_parameters()  # type: ignore[misc]  # of the norm beside this class
-        torch.nn.init.zeros_(self.weight)
-
-
-class ZeroCenteredLayerNorm(_ZeroCentered, torch.nn.LayerNorm):
-    """`torch.nn.LayerNorm` with a scale of 1 + weight (NeMo's `layernorm1p`)."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        scale, bias = 1 + self.weight.float(), self.bias.float()
-        output = F.layer_norm(input.float(), self.normalized_shape, scale, bias, self.eps)
-        return output.to(input.dtype)
-
-
-class ZeroCenteredRMSNorm(_ZeroCentered, torch.nn.RMSNorm):
-    """`torch.nn.RMSNorm` with a scale of 1 + weight."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        scale = 1 + self.weight.float()
-        output = F.rms_norm(x.float(), self.normalized_shape, scale, self.eps)
-        return output.to(x.dtype)
-
-
-class RMSNorm(torch.nn.RMSNorm):
-    """`torch.nn.RMSNorm`, with a faster gradient in float32 on a CPU."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        if x.dtype is torch.float32 is self.weight.dtype and x.device.type == "cpu":
-            assert self.eps is not None
-            return rms_norm(x, self.weight, self.eps)
-        return super().forward(x)
-
-
-class LocalNorm:
-    """`torch.nn.LayerNorm` or `RMSNorm`, or their zero-centered forms, whose parameters have the
-    attribute `sequence_parallel` (Megatron Core's wrapper does not set it). A class: Megatron's
-    specifications treat a function as something already built.
-    """
-
-    def __new__(  # type: ignore[misc]  # gives PyTorch's own class
-        cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_kwargs: Any
-    ) -> torch.nn.Module:
-        norm_class: type[torch.nn.Module]
-        if config.layernorm_zero_centered_gamma:
-            kinds = {"LayerNorm": ZeroCenteredLayerNorm, "RMSNorm": ZeroCenteredRMSNorm}
-        else:
-            kinds = {"LayerNorm": torch.nn.LayerNorm, "RMSNorm": RMSNorm}
-        norm_class = kinds[config.normalization]
-        norm = norm_class(hidden_size, eps=eps)
-        for parameter in norm.parameters():
-            setattr(parameter, "sequence_parallel", config.sequence_parallel)  # noqa: B010
-        return norm
 
 
 class SwiGLUMLP(MLP):
@@ -222,19 +163,6 @@ class Experts(SequentialMLP):
             expert.linear_fc2.explicit_expert_comm = True
 
 
-def scale_embeddings(model: Any) -> None:
-    """Make the embedding layer of a `GPTModel` multiply its output by sqrt(hidden size)
-    (`apply_embedding_scaling`, as in Gemma). A shared output layer is not affected.
-    """
-    factor = math.sqrt(model.config.hidden_size)
-
-    def scale(_embedding: torch.nn.Module, _inputs: Any, output: Tensor) -> Tensor:
-        # The factor is rounded to the dtype of the embeddings, as in Gemma and NeMo.
-        return output * torch.tensor(factor, dtype=output.dtype)
-
-    model.embedding.register_forward_hook(scale)
-
-
 def compute_swiglu_at_once(model: Any) -> None:
     """Use `SwiGLUMLP`s in a built model: Megatron Core warns of a specification that names
     another.
@@ -266,9 +194,7 @@ def compute_logits_batch_first(model: Any) -> None:
     model.output_layer.register_forward_hook(as_expected)
 
 
-def build_layer_spec(
-    config: TransformerConfig, vp_stage: int | None = None
-) -> TransformerBlockSubmodules:
+def build_layer_spec(config: GPTConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
     """Layers of a GPT for this stage: Transformer Engine's if it is available, else local ones."""
     engine = use_transformer_engine()
     block = get_gpt_decoder_block_spec(
@@ -278,6 +204,10 @@ def build_layer_spec(
         block.layer_norm = LocalNorm
         for layer in block.layer_specs:
             _use_our_parts(layer, config)
+    for layer in block.layer_specs:
+        change_layer(layer, config, SDPAttention)
+    if not config.layernorm_bias:
+        block.layer_norm = LocalNorm
     return block
 
 
