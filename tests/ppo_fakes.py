@@ -136,9 +136,8 @@ class FakePolicy:
 
     def _logprobs(self, tokens, weight):
         logprobs = -(tokens[:, 1:] % 7 + 1) / 10 * (1 + weight)
-        return logprobs.masked_fill(
-            tokens[:, 1:] == EOS, torch.nan
-        )  # what pads hold must not matter
+        # What pads hold must not matter.
+        return logprobs.masked_fill(tokens[:, 1:] == EOS, torch.nan)
 
     def get_inference_log_probs(
         self, response_tokens, forward_micro_batch_size=None, response_lengths=None

@@ -42,7 +42,9 @@ class FakeReinforcePolicy(FakePolicy):
         return -total.item(), {}
 
 
-def make_reinforce_trainer(*, rollout_size=8, micro_batch_size=2, score=None, **changes):
+def make_reinforce_trainer(
+    *, rollout_size=8, micro_batch_size=2, time_limit=None, score=None, **changes
+):
     """A trainer among fakes, `events` its record of calls; 24 prompts, 8 per step, 3 responses to
     each, global batches of 4.
     """
@@ -64,7 +66,7 @@ def make_reinforce_trainer(*, rollout_size=8, micro_batch_size=2, score=None, **
         batch_iterator_cls=batch_iterator,
         logger=FakeLogger(),
         ckpt_callback=FakeCheckpoints(events),
-        run_timer=FakeRunTimer(),
+        run_timer=FakeRunTimer(time_limit),
     )
     trainer.events = events
     return trainer

@@ -52,7 +52,7 @@ PRELOADED = [
     "nemo_aligner.launch.rollout_job",
     "nemo_aligner.launch.supervised_job",
     "nemo_aligner.models.nlp.gpt.megatron_gpt_critic",
-    "nemo_aligner.models.nlp.gpt.megatron_gpt_ppo_actor",
+    "nemo_aligner.models.nlp.gpt.megatron_gpt_policy",
     "nemo_aligner.servers.agent_door",
     "nemo_aligner.servers.critic_client",
     "nemo_aligner.servers.judge",

@@ -16,6 +16,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -176,7 +177,7 @@ class CriticServerTrainer:
         if self.step == 0 and not self.ckpt_callback.saved_at("actor_step"):
             self.save(actor_step=0)
             self.ckpt_callback.finish_save()  # whose error ends the job
-            self._check_save()
+            self._end_save(wait=False)
 
     # ---- serving ----
 
@@ -202,14 +203,14 @@ class CriticServerTrainer:
             control=self.control,
             frontend=self._frontend,
             background=BackgroundWork(
-                lambda: self._saving is not None, self._check_save, self._finish_save
+                lambda: self._saving is not None,
+                partial(self._end_save, wait=False),
+                partial(self._end_save, wait=True),
             ),
         )
         self._loop.run()
 
-    def run_subscriber_loop(self) -> None:
-        """`run_server`, as ranks above 0 may call it."""
-        self.run_server()
+    run_subscriber_loop = run_server  # as ranks above 0 may call it
 
     def server_infer(self, **inputs: Array) -> Arrays:
         return self._scorer.reply_to(inputs, self._loop)
@@ -434,7 +435,7 @@ class CriticServerTrainer:
 
     def _resume(self, **inputs: Array) -> Arrays:
         actor_step = int(self.control.from_rank_zero(lambda: inputs)["actor_step"][0])
-        self._finish_save()
+        self._end_save(wait=True)
         if actor_step != self.actor_step or self.step != self.saved_step:
             with self._prepared(self.model.prepare_for_training, self.model.finish_training):
                 self.load_state_dict(self.ckpt_callback.load_at("actor_step", actor_step))
@@ -451,7 +452,7 @@ class CriticServerTrainer:
         """Write a checkpoint that belongs to `actor_step`, or begin to write it in the background;
         every rank calls it. `save_top_only` has no effect; it is there for old callers.
         """
-        self._finish_save()
+        self._end_save(wait=True)
         self._last_save = None
         state = {**self.state_dict(), "actor_step": actor_step}
         with self._prepared(self.model.prepare_for_training, self.model.finish_training):
@@ -462,23 +463,20 @@ class CriticServerTrainer:
                 monitor_candidates=candidates, is_train_end=is_train_end, trainer_state=state
             )
         self._last_save = _Save(self.step, actor_step)
-        self._check_save()
+        self._end_save(wait=False)
 
-    def _check_save(self) -> None:
-        """Note the end of the save, if it has come; every rank calls it."""
-        self._end_save(self.ckpt_callback.check_save)
-
-    def _finish_save(self) -> None:
-        """Wait for the end of the save that is being written; every rank calls it."""
-        self._end_save(self.ckpt_callback.finish_save)
-
-    def _end_save(self, end: Callable[[], None]) -> None:
-        """Note a save's outcome, for the request that waits for it and in the counters."""
+    def _end_save(self, wait: bool) -> None:
+        """Note the outcome of the save that is being written, if it has come (`wait` for it), for
+        the request that waits and in the counters; every rank calls it.
+        """
         save = self._saving
         if save is None:
             return
         try:
-            end()
+            if wait:
+                self.ckpt_callback.finish_save()
+            else:
+                self.ckpt_callback.check_save()
         except SaveError as error:  # on all ranks
             logging.error(f"critic server: no checkpoint of actor step {save.actor_step}: {error}")
             save.outcome.set_exception(OperationFailedError(cause_of(error)))

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""DPO, IPO and RPO: the supervised loop, with the reference's log-probs in each batch."""
+"""DPO, IPO, RPO and KTO: the supervised loop, with the reference's log-probs in each batch."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from nemo_aligner.algorithms.supervised import SupervisedTrainer
-from nemo_aligner.core.types import DirectPairBatch
 
 
 class DPOTrainer(SupervisedTrainer):
@@ -45,14 +44,17 @@ class DPOTrainer(SupervisedTrainer):
         return {**samples, **dict(zip(columns, logprobs, strict=True))}
 
 
-def dpo_custom_collate(
-    batch: list[dict[str, Tensor]],
-    eos_id: int = 0,
-    reset_position_ids: bool = False,
-    reset_attention_mask: bool = False,
-    eod_mask_loss: bool = False,
-    pad_length_to_multiple_of: int | None = None,
-) -> DirectPairBatch:
-    """A batch of items of `DPOModelDataset`; the other arguments, NeMo-Aligner's, are not used."""
-    pairs: DirectPairBatch = default_collate(batch)
-    return pairs
+def dpo_custom_collate(batch: list[dict[str, Tensor]], *_args: Any, **_kwargs: Any) -> Any:
+    """A `DirectPairBatch` of items of `DPOModelDataset`, or a `LabelledResponseBatch` of those of
+    `KTOModelDataset`; the other arguments, NeMo-Aligner's, are not used.
+    """
+    return default_collate(batch)
+
+
+kto_custom_collate = dpo_custom_collate
+
+
+class KTOTrainer(DPOTrainer):
+    """Trains a policy on labelled responses; `cfg` is `trainer.kto`, the rest as `DPOTrainer`."""
+
+    JOB = ("gpt_kto", "trainer.kto")

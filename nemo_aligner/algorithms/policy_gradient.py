@@ -18,13 +18,14 @@ The split of the work does not change the numbers:
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, cast
 
-from omegaconf import DictConfig
+import numpy as np
+import torch
 from torch import Tensor
 
 from nemo_aligner.algorithms.alarms import check_policy_equals_reference
-from nemo_aligner.algorithms.dynamic_sampling import DrawnPrompts
 from nemo_aligner.algorithms.parts import log_probs
 from nemo_aligner.algorithms.rollout_trainer import RolloutTrainer
 from nemo_aligner.algorithms.rollouts import (
@@ -35,24 +36,28 @@ from nemo_aligner.algorithms.rollouts import (
     local_places,
     local_share,
     part_columns,
+    response_mask,
     sample_table,
     score_columns,
     shares_of_global_batches,
 )
-from nemo_aligner.algorithms.training_loop import TRAIN_TABLE_ROWS
-from nemo_aligner.core.errors import ConfigError
-from nemo_aligner.core.interfaces import (
-    CheckpointWriter,
-    Logger,
-    Optimizer,
-    PendingScores,
-    PromptIterator,
-    PromptLoaderBuilder,
-    RunTimer,
-    Scheduler,
-)
+from nemo_aligner.algorithms.training_loop import TRAIN_TABLE_ROWS, Parts
+from nemo_aligner.core.interfaces import PendingScores, PromptIterator, PromptLoaderBuilder
+from nemo_aligner.core.tensors import sample_seeds
 from nemo_aligner.core.types import InferenceBatch, Rollout, RolloutBatch, Scores
 from nemo_aligner.models.alignable_interface import PolicyWithReference
+
+
+@dataclass(frozen=True)
+class PromptParts:
+    """Where the prompts come from. A builder, called as `builder(consumed_samples=...)`, gives a
+    loader whose batch sampler yields this rank's micro-batches of rollouts.
+    """
+
+    train: PromptLoaderBuilder
+    validation: PromptLoaderBuilder | None
+    collate_fn: Any  # samples of the data set to an `InferenceBatch` with `idx`, the dataset index
+    iterator: PromptIterator  # (sampler_iter, num_microbatches, dataset, collate_fn) to batches
 
 
 class PolicyGradientTrainer(RolloutTrainer):
@@ -69,40 +74,18 @@ class PolicyGradientTrainer(RolloutTrainer):
 
     def __init__(
         self,
-        cfg: DictConfig,
-        model: PolicyWithReference,
-        optimizer: Optimizer,
-        scheduler: Scheduler,
-        train_dataloader_builder: PromptLoaderBuilder,
-        val_dataloader_builder: PromptLoaderBuilder | None,
-        collate_fn: Any,
-        batch_iterator_cls: PromptIterator,
-        logger: Logger,
-        ckpt_callback: CheckpointWriter,
-        run_timer: RunTimer,
+        parts: Parts,
+        prompts: PromptParts,
         num_rollouts_per_prompt: int,
         score: Callable[[Rollout], PendingScores],
     ):
-        """As the base class, and:
-
-        Args:
-            train_dataloader_builder, val_dataloader_builder: `builder(consumed_samples=...)` gives
-                a loader whose batch sampler yields this rank's micro-batches of rollouts.
-            collate_fn: samples of the dataset to an `InferenceBatch` with `idx`, the dataset
-                index.
-            batch_iterator_cls: `(sampler_iter, num_microbatches, dataset, collate_fn)` to batches.
-        """
         # Sizes that do not fit are refused now, not after the first steps.
-        if val_dataloader_builder is not None:
-            val_dataloader_builder(consumed_samples=0)
-        self.sampler = train_dataloader_builder(consumed_samples=0).batch_sampler
-        shared = cfg, model, optimizer, scheduler, self.sampler, logger, ckpt_callback, run_timer
-        super().__init__(*shared, num_rollouts_per_prompt, score)
-        self.train_dataloader_builder = train_dataloader_builder
-        self.val_dataloader_builder = val_dataloader_builder
-        self.has_validation = val_dataloader_builder is not None
-        self.collate_fn = collate_fn
-        self.batch_iterator_cls = batch_iterator_cls
+        if prompts.validation is not None:
+            prompts.validation(consumed_samples=0)
+        self.sampler = prompts.train(consumed_samples=0).batch_sampler
+        super().__init__(parts, self.sampler, num_rollouts_per_prompt, score)
+        self.prompts = prompts
+        self.has_validation = prompts.validation is not None
         self.resumed = False
         self.compute_init_policy_kl = self.cfg.initial_policy_kl_penalty > 0
 
@@ -113,12 +96,6 @@ class PolicyGradientTrainer(RolloutTrainer):
         if responses != 1:
             name += f"={prompts} x {responses_key}={responses}"
         self.check_sizes(self.sampler, prompts * responses, name)
-        if self.dynamic_sampling_rounds and not getattr(self.sampler, "is_random", False):
-            raise ConfigError(
-                f"trainer.{self.SECTION}.dynamic_sampling_rounds={self.dynamic_sampling_rounds} "
-                "needs a random sampler, which starts over at the end of the data, but the loader "
-                f"has a {type(self.sampler).__name__}. Change it, or set the rounds to 0."
-            )
 
     # ------------------------------------------------------------------------------- the algorithm
 
@@ -177,8 +154,8 @@ class PolicyGradientTrainer(RolloutTrainer):
     # ---------------------------------------------------------------------------- parts of a step
 
     def validation_prompts(self) -> Iterable[InferenceBatch]:
-        assert self.val_dataloader_builder is not None
-        return self._prompts(self.val_dataloader_builder, 0)
+        assert self.prompts.validation is not None
+        return self._prompts(self.prompts.validation, 0)
 
     def _prompts(
         self, dataloader_builder: PromptLoaderBuilder, consumed_samples: int
@@ -186,15 +163,11 @@ class PolicyGradientTrainer(RolloutTrainer):
         dataloader = dataloader_builder(consumed_samples=consumed_samples)
         num_microbatches = compute_num_rollout_microbatches(dataloader)
         with self.timer("batch_iterator_init"):
-            return self.batch_iterator_cls(
-                iter(dataloader.batch_sampler),
-                num_microbatches,
-                dataloader.dataset,
-                self.collate_fn,
-            )
+            sampler, collate_fn = iter(dataloader.batch_sampler), self.prompts.collate_fn
+            return self.prompts.iterator(sampler, num_microbatches, dataloader.dataset, collate_fn)
 
     def _draw(self, sampling_step: int) -> CollectedRollout:
-        prompts = self._prompts(self.train_dataloader_builder, self.consumed_samples)
+        prompts = self._prompts(self.prompts.train, self.consumed_samples)
         source = self.source_of_logprobs
         compared = self.needs_sampling_logprobs and source is not None
         return self.draw(prompts, sampling_step, compared or source == "sampler")
@@ -263,3 +236,82 @@ class PolicyGradientTrainer(RolloutTrainer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
         self.resumed = True
+
+
+# ------------------------------------------------------------------------------ dynamic sampling
+# Yu et al. 2025, DAPO, arXiv:2503.14476, section 3.2: in place of prompts whose responses all have
+# the same reward, which teach nothing, others are drawn. N samples of the rounds over all ranks.
+
+
+class DrawnPrompts:
+    """The rounds of one step, of all data-parallel ranks on every rank: `wanted` prompts of a
+    rollout, with `responses` to each; `seed` is of the step's choice among equals.
+    """
+
+    def __init__(self, wanted: int, responses: int, seed: tuple[int, int], eos_id: int):
+        self.wanted, self.responses, self.seed, self.eos_id = wanted, responses, seed, eos_id
+        self.rounds: list[dict[str, Tensor]] = []
+        self.parts: list[str] = []  # names of an ensemble's reward models
+        self.number: list[int] = []  # of each prompt's round
+        self.idx: list[int] = []
+        self.differ: list[bool] = []  # the rewards of its responses
+
+    def add(self, rollout: PPORolloutBatch, scores: Scores) -> None:
+        """Add a round, in the order of `sample_key`."""
+        self.rounds.append({**rollout.data, **score_columns(scores), **part_columns(scores)})
+        self.parts = sorted(scores.parts)
+        counts = response_mask(rollout.columns).any(1)
+        self.differ += rewards_differ(scores.rewards, counts, self.responses).tolist()
+        self.idx += rollout["idx"][:: self.responses].tolist()
+        self.number += [len(self.rounds)] * (len(self.idx) - len(self.number))
+
+    @property
+    def places(self) -> list[int]:
+        """Places among the drawn of the prompts to train on, in the order of the data set: those
+        with a signal first, of them those of earlier rounds, of one round any. A prompt that
+        comes back in a later round does not count again: it would get the same responses.
+        """
+        idx = np.array(self.idx)
+        chance = sample_seeds(*self.seed, torch.tensor(self.idx)).numpy()
+        _, fresh = np.unique(idx, return_index=True)
+        order = np.lexsort((chance, np.array(self.number), ~np.array(self.differ)))
+        chosen = order[np.isin(order, fresh)][: self.wanted]
+        return [int(place) for place in chosen[idx[chosen].argsort()]]
+
+    @property
+    def is_full(self) -> bool:
+        """Every prompt to train on has a signal."""
+        return all(self.differ[place] for place in self.places)
+
+    def chosen(self) -> tuple[PPORolloutBatch, Scores, PPORolloutBatch]:
+        """`(rollout, scores, drawn)`: the prompts to train on, all rounds; all ranks call it."""
+        drawn = PPORolloutBatch.from_rollout_batches(self.rounds, self.eos_id, None)
+        first = torch.tensor(self.places)[:, None] * self.responses
+        kept = drawn.select((first + torch.arange(self.responses)).flatten())
+        parts = kept.pop("reward_parts").unbind(1) if self.parts else ()
+        scores = Scores(
+            kept.pop("rewards"),
+            parts=dict(zip(self.parts, parts, strict=True)),
+            token_rewards=kept.pop("token_rewards", None),
+        )
+        return kept, scores, drawn
+
+    def metrics(self, drawn: PPORolloutBatch) -> dict[str, float]:
+        counts = response_mask(drawn.columns).any(1)
+        return {
+            "prompts_drawn": len(self.idx),
+            "fraction_of_drawn_prompts_without_signal": 1 - float(np.mean(self.differ)),
+            "drawn_rewards": float(drawn["rewards"].double()[counts].mean()),
+        }
+
+
+def rewards_differ(rewards: Tensor, counts: Tensor, responses: int) -> Tensor:
+    """bool `[N / responses]`: the responses of each prompt that count have different rewards.
+
+    Args:
+        rewards: f32 `[N]`, the responses to a prompt in a row.
+        counts: bool `[N]`, False for stand-ins for prompts that could not be used.
+    """
+    rewards, counts = rewards.view(-1, responses), counts.view(-1, responses)
+    largest = rewards.masked_fill(~counts, -torch.inf).amax(1)
+    return largest > rewards.masked_fill(~counts, torch.inf).amin(1)

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from nemo_aligner.algorithms.alarms import rollout_health
 from nemo_aligner.algorithms.parts import complete_critic
-from nemo_aligner.algorithms.policy_gradient import PolicyGradientTrainer
+from nemo_aligner.algorithms.policy_gradient import PolicyGradientTrainer, PromptParts
 from nemo_aligner.algorithms.ppo_data import (
     DataSettings,
     make_kl_controller,
@@ -32,12 +32,8 @@ from nemo_aligner.algorithms.ppo_data import (
     with_normalized_rewards,
 )
 from nemo_aligner.algorithms.rollout_trainer import VALIDATION_STEP
-from nemo_aligner.algorithms.rollouts import (  # here they are in NeMo-Aligner
-    PPORolloutBatch as PPORolloutBatch,
-)
-from nemo_aligner.algorithms.rollouts import (
-    compute_num_rollout_microbatches as compute_num_rollout_microbatches,
-)
+from nemo_aligner.algorithms.rollouts import PPORolloutBatch, compute_num_rollout_microbatches
+from nemo_aligner.algorithms.training_loop import Parts
 from nemo_aligner.config.values import Values
 from nemo_aligner.core.advantages import RunningMoments
 from nemo_aligner.core.errors import ConfigError
@@ -59,6 +55,9 @@ from nemo_aligner.core.types import PPOTrainBatch, Rollout, RolloutBatch
 from nemo_aligner.models.alignable_interface import PolicyWithReference
 from nemo_aligner.parallel.collectives import all_reduce_dict
 from nemo_aligner.training.finite import naming_step
+
+# The other two are here in NeMo-Aligner.
+__all__ = ["PPORolloutBatch", "PPOTrainer", "compute_num_rollout_microbatches"]
 
 
 class PPOTrainer(PolicyGradientTrainer):
@@ -89,9 +88,13 @@ class PPOTrainer(PolicyGradientTrainer):
         reward_weights: Sequence[float] = (),
         teacher: Teacher | None = None,
     ):
-        """As the base class, and (`ConfigError`: values that cannot work together):
+        """Every rank builds one; `ConfigError`: values that cannot work together.
 
         Args:
+            cfg: `trainer.ppo`; missing keys have the values of `conf/gpt_ppo_actor.yaml`.
+            model: the policy, with `cfg.seed`.
+            train_dataloader_builder, val_dataloader_builder, collate_fn, batch_iterator_cls: see
+                `PromptParts`.
             rm_critic: critic and reward model; where no critic is needed the latter alone.
             max_response_length: most tokens of a response, where an overlong penalty ends.
             kl_loss_coef: of the model's loss; above 0 the updates get the reference's log-probs.
@@ -100,11 +103,10 @@ class PPOTrainer(PolicyGradientTrainer):
             reward_weights: of an ensemble's models in the order of their names, for gdpo.
             teacher: gives its log-probs of what the policy says; with `teacher_kl_coef`.
         """
-        learner = cfg, model, optimizer, scheduler
-        prompts = train_dataloader_builder, val_dataloader_builder, collate_fn, batch_iterator_cls
-        outputs = logger, ckpt_callback, run_timer
-        responses = num_rollouts_per_prompt, rm_critic.infer_rm_critic
-        super().__init__(*learner, *prompts, *outputs, *responses)
+        parts = Parts(cfg, model, optimizer, scheduler, logger, ckpt_callback, run_timer)
+        loaders = train_dataloader_builder, val_dataloader_builder
+        prompts = PromptParts(*loaders, collate_fn, batch_iterator_cls)
+        super().__init__(parts, prompts, num_rollouts_per_prompt, rm_critic.infer_rm_critic)
         cfg = self.cfg
         values = Values({"trainer": {"ppo": cfg}})
         values.choice("trainer.ppo.advantage_estimator", tuple(ADVANTAGE_ESTIMATORS))

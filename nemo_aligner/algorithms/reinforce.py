@@ -21,19 +21,19 @@ from omegaconf import DictConfig
 from torch import Tensor
 
 from nemo_aligner.algorithms.alarms import rollout_health
-from nemo_aligner.algorithms.policy_gradient import PolicyGradientTrainer
+from nemo_aligner.algorithms.policy_gradient import PolicyGradientTrainer, PromptParts
 from nemo_aligner.algorithms.ppo_data import (
     fraction_without_signal,
     harm_of_kl,
     mean_of_sample_means,
 )
-from nemo_aligner.algorithms.rollouts import (  # here they are in NeMo-Aligner
-    PPORolloutBatch as ReinforceRolloutBatch,
-)
+from nemo_aligner.algorithms.rollouts import PPORolloutBatch as ReinforceRolloutBatch
 from nemo_aligner.algorithms.rollouts import (
-    compute_num_rollout_microbatches as compute_num_rollout_microbatches,
+    compute_num_rollout_microbatches,
+    own_samples,
+    response_mask,
 )
-from nemo_aligner.algorithms.rollouts import own_samples, response_mask
+from nemo_aligner.algorithms.training_loop import Parts
 from nemo_aligner.config.defaults import complete
 from nemo_aligner.config.rollout_rules import check_compares_responses
 from nemo_aligner.core.advantages import calculate_rloo_baseline
@@ -51,6 +51,9 @@ from nemo_aligner.core.kl import calculate_kl_penalty
 from nemo_aligner.core.masks import masked_sum
 from nemo_aligner.core.types import ReinforceTrainBatch, RolloutBatch
 from nemo_aligner.models.alignable_interface import PolicyWithReference
+
+# Two of them are here in NeMo-Aligner.
+__all__ = ["ReinforceRolloutBatch", "ReinforceTrainer", "compute_num_rollout_microbatches"]
 
 RESPONSES_KEY = "trainer.reinforce.num_rollouts_per_prompt"
 
@@ -76,16 +79,15 @@ class ReinforceTrainer(PolicyGradientTrainer):
         ckpt_callback: CheckpointWriter,
         run_timer: RunTimer,
     ):
-        """As the base class; the number of responses to a prompt stands in `cfg`. `ConfigError`:
+        """As `PPOTrainer`; the number of responses to a prompt stands in `cfg`. `ConfigError`:
         values of `trainer.reinforce` and `model.reinforce` that cannot work together.
         """
         cfg = complete(cfg, "gpt_reinforce_actor", "trainer.reinforce")
         check_compares_responses("REINFORCE", RESPONSES_KEY, cfg.num_rollouts_per_prompt)
-        learner = cfg, model, optimizer, scheduler
-        prompts = train_dataloader_builder, val_dataloader_builder, collate_fn, batch_iterator_cls
-        outputs = logger, ckpt_callback, run_timer
-        responses = cfg.num_rollouts_per_prompt, rm.infer_rm
-        super().__init__(*learner, *prompts, *outputs, *responses)
+        parts = Parts(cfg, model, optimizer, scheduler, logger, ckpt_callback, run_timer)
+        loaders = train_dataloader_builder, val_dataloader_builder
+        prompts = PromptParts(*loaders, collate_fn, batch_iterator_cls)
+        super().__init__(parts, prompts, cfg.num_rollouts_per_prompt, rm.infer_rm)
         self.rm = rm
         if cfg.use_absolute_kl and self.compute_init_policy_kl:
             setting = "trainer.reinforce.use_absolute_kl"

@@ -100,12 +100,10 @@ class RewardModelServer:
         )
         self._loop.run()
 
+    run_subscriber_loop = run_server  # as ranks above 0 may call it
+
     def endpoint(self) -> schema.Endpoint:
         return schema.reward_model_endpoint(self.per_token, self.attributes)
-
-    def run_subscriber_loop(self) -> None:
-        """`run_server`, as ranks above 0 may call it."""
-        self.run_server()
 
     def infer(self, **inputs: Array) -> Arrays:
         """Score a request, the tensors of `reward_model_endpoint`: {"rewards": float32 [N, 1] or

@@ -33,18 +33,9 @@ from nemo_aligner.algorithms.rollouts import (
     with_indices,
     with_prompt_columns,
 )
-from nemo_aligner.algorithms.training_loop import TrainingLoop
-from nemo_aligner.config.defaults import complete
+from nemo_aligner.algorithms.training_loop import Parts, TrainingLoop
 from nemo_aligner.core.errors import ConfigError, UserError
-from nemo_aligner.core.interfaces import (
-    CheckpointWriter,
-    Logger,
-    Optimizer,
-    PendingScores,
-    PromptSampler,
-    RunTimer,
-    Scheduler,
-)
+from nemo_aligner.core.interfaces import PendingScores, PromptSampler
 from nemo_aligner.core.types import InferenceBatch, Rollout, Scores
 from nemo_aligner.models.alignable_interface import AlignableGenerativeInterface
 from nemo_aligner.parallel import parallel_state
@@ -52,17 +43,9 @@ from nemo_aligner.parallel.collectives import gathered
 from nemo_aligner.servers.futures import wait_for_all
 from nemo_aligner.training.finite import naming_step
 from nemo_aligner.training.optim import train_on_batch
-from nemo_aligner.training.schedule import (
-    compute_max_steps,
-    compute_num_steps_per_epoch,
-)
+from nemo_aligner.training.schedule import compute_max_steps, compute_num_steps_per_epoch
 from nemo_aligner.training.timers import ScopedTimer, log_phase
-from nemo_aligner.training.token_counts import (
-    FORWARD,
-    TRAIN,
-    in_short,
-    log_token_counts,
-)
+from nemo_aligner.training.token_counts import FORWARD, TRAIN, in_short, log_token_counts
 
 # "Step" of the random streams of every validation: always the same, so that validations can be
 # compared. Rollouts of critic warm-up have the steps -critic_warmup_steps .. -1.
@@ -102,42 +85,30 @@ class RolloutTrainer(TrainingLoop):
     WAIT_TIMER: ClassVar[str]  # of the time spent waiting for scores
     has_validation = True  # there are prompts for it
 
+    model: AlignableGenerativeInterface
+
     def __init__(
         self,
-        cfg: DictConfig,
-        model: AlignableGenerativeInterface,
-        optimizer: Optimizer,
-        scheduler: Scheduler,
+        parts: Parts,
         sampler: PromptSampler,
-        logger: Logger,
-        ckpt_callback: CheckpointWriter,
-        run_timer: RunTimer,
         responses_per_prompt: int,
         score: Callable[[Rollout], PendingScores],
     ):
-        """Every rank builds one.
-
-        Args:
-            cfg: `trainer.<section>`; missing keys take their values from the actor's YAML file.
-            model: the policy, with `cfg.seed`.
-            sampler: of the training prompts.
-            score: sends a micro-batch off to be scored.
+        """Every rank builds one. `sampler`: of the training prompts; `score` sends a micro-batch
+        off to be scored.
         """
-        section = f"trainer.{self.SECTION}"
-        cfg = complete(cfg, f"gpt_{self.SECTION}_actor", section)
-        outputs = logger, ckpt_callback, run_timer
-        super().__init__(cfg, section, model, optimizer, scheduler, *outputs)
+        super().__init__(parts, (f"gpt_{self.SECTION}_actor", f"trainer.{self.SECTION}"))
         self.bar = f"{self.NAME} Global Step"
         self.score = scores_of(score)
 
         self.optimization_step = 0
-        self.seed = int(model.cfg.seed)
+        self.seed = int(self.model.cfg.seed)
         self.num_rollouts_per_prompt = int(responses_per_prompt)
         self.num_rollout_samples = sampler.global_batch_size
         self.num_steps_per_epoch = compute_num_steps_per_epoch(sampler)
         self.set_max_steps()
-        self.val_check_interval, self.save_interval = cfg.val_check_interval, cfg.save_interval
-        self.run_init_validation = cfg.run_init_validation
+        for key in ("val_check_interval", "save_interval", "run_init_validation"):
+            setattr(self, key, self.cfg[key])
 
         self.train_df = self.val_df = training_loop.empty_table()
         self.timer = ScopedTimer(
@@ -163,12 +134,14 @@ class RolloutTrainer(TrainingLoop):
                 f"{name}={samples_per_step} is not a multiple of model.global_batch_size={gbs}; "
                 "change one of them."
             )
-        if self.cfg.max_epochs > 1 and not getattr(sampler, "is_random", False):
-            raise ConfigError(
-                f"trainer.{self.SECTION}.max_epochs={self.cfg.max_epochs} needs a random sampler, "
-                "which starts over after an epoch, but the data loader has a "
-                f"{type(sampler).__name__}."
-            )
+        for key, least in (("max_epochs", 1), ("dynamic_sampling_rounds", 0)):
+            asked = self.cfg.get(key) or least
+            if asked > least and not getattr(sampler, "is_random", False):
+                raise ConfigError(
+                    f"trainer.{self.SECTION}.{key}={asked} needs a random sampler, which starts "
+                    f"over at the end of the data, but the loader has a {type(sampler).__name__}. "
+                    f"Change it, or set {key} to {least}."
+                )
 
     @property
     def epoch(self) -> int:

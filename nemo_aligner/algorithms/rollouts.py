@@ -102,9 +102,7 @@ class PPORolloutBatch(UserDict[str, Tensor]):
         return self.select(permutation[deal(num_samples, rank, split_size, global_batch_size)])
 
 
-def _common_layout(
-    rollout_batches: list[Any],
-) -> dict[str, tuple[torch.dtype, int | None]]:
+def _common_layout(rollout_batches: list[Any]) -> dict[str, tuple[torch.dtype, int | None]]:
     """`{key: (dtype, width or None for 1-D)}` over all ranks, which all call it, once."""
     own = dict.fromkeys(
         (key, tensor.dtype, tensor.size(1) if tensor.dim() > 1 else None)

@@ -33,7 +33,7 @@ from nemo_aligner.algorithms.rollouts import (
     sample_table,
     shares_of_global_batches,
 )
-from nemo_aligner.algorithms.training_loop import TRAIN_TABLE_ROWS
+from nemo_aligner.algorithms.training_loop import TRAIN_TABLE_ROWS, Parts
 from nemo_aligner.config.jobs.actors import check_top_n
 from nemo_aligner.core.advantages import select_topk
 from nemo_aligner.core.interfaces import (
@@ -75,17 +75,19 @@ class RSTrainer(RolloutTrainer):
         top_n_rollouts: int,
         rm: RewardSource,
     ):
-        """Every rank builds one. Beside the arguments of the base class:
+        """Every rank builds one.
 
         Args:
+            cfg: `trainer.rs`; missing keys have the values of `conf/gpt_rs_actor.yaml`.
+            model: the policy, with `cfg.seed`.
             train_dataloader, val_dataloader: of inference batches with `idx`, the dataset index,
                 whose batch samplers yield this rank's micro-batches of rollouts.
             top_n_rollouts: how many of the best responses to each prompt are trained on.
         """
         check_top_n(int(top_n_rollouts), int(num_rollouts_per_prompt))
-        learner = cfg, model, optimizer, scheduler, train_dataloader.batch_sampler
-        outputs = logger, ckpt_callback, run_timer
-        super().__init__(*learner, *outputs, num_rollouts_per_prompt, rm.infer_rm)
+        parts = Parts(cfg, model, optimizer, scheduler, logger, ckpt_callback, run_timer)
+        sampler = train_dataloader.batch_sampler
+        super().__init__(parts, sampler, num_rollouts_per_prompt, rm.infer_rm)
         self.train_dataloader = train_dataloader
         self.val_dataloader = val_dataloader
         self.has_validation = val_dataloader is not None
@@ -94,7 +96,7 @@ class RSTrainer(RolloutTrainer):
 
         kept, prompts = self.top_n_rollouts, self.num_rollout_samples
         name = f"model.rs.num_rollout_samples={prompts} x model.rs.top_n_rollouts={kept}"
-        self.check_sizes(train_dataloader.batch_sampler, prompts * kept, name)
+        self.check_sizes(sampler, prompts * kept, name)
         self.num_train_microbatches = compute_num_rollout_microbatches(train_dataloader)
         if val_dataloader is not None:
             self.num_val_microbatches = compute_num_rollout_microbatches(val_dataloader)

@@ -257,11 +257,7 @@ class SPINTrainer(SupervisedTrainer):
 
 
 def spin_custom_collate(
-    batch: list[dict[str, Any]],
-    eos_id: int,
-    reset_position_ids: bool = False,
-    reset_attention_mask: bool = False,
-    eod_mask_loss: bool = False,
+    batch: list[dict[str, Any]], eos_id: int, *_args: Any, **_kwargs: Any
 ) -> SelfPlayPrompts:
     """A batch of items of `build_sft_dataset`, padded with `eos_id`; the other arguments are
     NeMo-Aligner's, and not used. `UserError`: an example has no prompt to respond to.

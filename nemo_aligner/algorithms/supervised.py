@@ -16,8 +16,7 @@ from omegaconf import DictConfig
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from nemo_aligner.algorithms.training_loop import TrainingLoop
-from nemo_aligner.config.defaults import complete
+from nemo_aligner.algorithms.training_loop import Parts, TrainingLoop
 from nemo_aligner.core.errors import ConfigError
 from nemo_aligner.core.interfaces import CheckpointWriter, Logger, Optimizer, RunTimer, Scheduler
 from nemo_aligner.data.nlp.samplers import BatchSampler, MegatronPretrainingRandomBatchSampler
@@ -32,11 +31,7 @@ from nemo_aligner.training.schedule import (
     supervised_max_steps,
 )
 from nemo_aligner.training.timers import ScopedTimer
-from nemo_aligner.training.token_counts import (
-    TRAIN,
-    in_short,
-    log_token_counts,
-)
+from nemo_aligner.training.token_counts import TRAIN, in_short, log_token_counts
 
 
 class SupervisedTrainer(TrainingLoop):
@@ -80,10 +75,9 @@ class SupervisedTrainer(TrainingLoop):
             test_dataloader: is run through once at the end of training, under `test/`.
             section: name of `cfg` in messages; None: that of `JOB`.
         """
-        cfg = complete(cfg, *self.JOB)
-        outputs = logger, ckpt_callback, run_timer
-        section = section or self.JOB[1]
-        super().__init__(cfg, section, model, optimizer, scheduler, *outputs)
+        parts = Parts(cfg, model, optimizer, scheduler, logger, ckpt_callback, run_timer)
+        super().__init__(parts, self.JOB, section)
+        cfg = self.cfg
         self.train_dataloader = train_dataloader
         if not isinstance(val_dataloader, Mapping):
             val_dataloader = {"validation": val_dataloader}
@@ -110,9 +104,6 @@ class SupervisedTrainer(TrainingLoop):
             for key in ("val_check_interval", "save_interval")
         )
         self.set_max_steps()
-        self._check_epochs()
-
-    def _check_epochs(self) -> None:
         epochs = -(-self.max_steps // self.num_steps_per_epoch)
         if epochs > 1 and not isinstance(self.sampler, MegatronPretrainingRandomBatchSampler):
             raise ConfigError(

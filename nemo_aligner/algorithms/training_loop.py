@@ -8,6 +8,7 @@ import contextlib
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +18,7 @@ from tqdm import tqdm
 
 from nemo_aligner.algorithms.alarms import Alarms
 from nemo_aligner.algorithms.parts import complete_outputs
+from nemo_aligner.config.defaults import complete
 from nemo_aligner.core.endings import ExitCode, JobStopped
 from nemo_aligner.core.interfaces import CheckpointWriter, Logger, Optimizer, RunTimer, Scheduler
 from nemo_aligner.parallel import parallel_state
@@ -52,6 +54,19 @@ SHOWN = (  # metrics beside the bar, those of them that a job has
 )
 
 
+@dataclass(frozen=True)
+class Parts:
+    """What every trainer works with; logger and checkpoints may be NeMo-Aligner's (`parts.py`)."""
+
+    cfg: DictConfig  # the trainer's section; missing keys take their values from the YAML file
+    model: Any
+    optimizer: Optimizer
+    scheduler: Scheduler
+    logger: Logger
+    ckpt_callback: CheckpointWriter
+    run_timer: RunTimer
+
+
 class TrainingLoop(ABC):
     """Runs the steps of a trainer; see `fit`. `step` counts the finished ones."""
 
@@ -62,22 +77,13 @@ class TrainingLoop(ABC):
     save_interval: int
     run_init_validation: bool
 
-    def __init__(
-        self,
-        cfg: DictConfig,
-        section: str,
-        model: Any,
-        optimizer: Optimizer,
-        scheduler: Scheduler,
-        logger: Logger,
-        ckpt_callback: CheckpointWriter,
-        run_timer: RunTimer,
-    ):
-        """`cfg`: the complete section `section`; the parts may be NeMo-Aligner's (`parts.py`)."""
-        self.cfg, self.section, self.model = cfg, section, model
-        self.optimizer, self.scheduler, self.run_timer = optimizer, scheduler, run_timer
-        self.logger, self.ckpt_callback = complete_outputs(logger, ckpt_callback)
-        self.alarms = Alarms(f"{section}.alarms", cfg.alarms)
+    def __init__(self, parts: Parts, job: tuple[str, str], section: str | None = None):
+        """`job`: YAML file and section of the defaults; `section`: name of `cfg` in messages."""
+        self.cfg, self.section = complete(parts.cfg, *job), section or job[1]
+        self.model, self.optimizer, self.scheduler = parts.model, parts.optimizer, parts.scheduler
+        self.run_timer = parts.run_timer
+        self.logger, self.ckpt_callback = complete_outputs(parts.logger, parts.ckpt_callback)
+        self.alarms = Alarms(f"{self.section}.alarms", self.cfg.alarms)
         self.step = self.consumed_samples = 0
 
     @property

@@ -44,11 +44,16 @@ NEMO_UNLESS_SET = {
     # about a missing one recommends this; a missing weight is still an error.
     "dist_ckpt_load_strictness": "log_all",
 }
-# Our class that neither NeMo nor NeMo-Aligner has, and theirs.
-NEMO_TARGETS = {
-    "nemo_aligner.models.nlp.gpt.megatron_gpt_model.MegatronGPTModel": (
-        "nemo.collections.nlp.models.language_modeling.megatron_gpt_model.MegatronGPTModel"
-    ),
+# Classes of this package: the module that has them in NeMo or NeMo-Aligner, where it is another.
+_GPT = "nemo_aligner.models.nlp.gpt"
+NEMO_MODULES = {
+    "GPTSteerLMModel": f"{_GPT}.gpt_steerlm_model",
+    "MegatronGPTActorModel": f"{_GPT}.megatron_gpt_ppo_actor",
+    "MegatronGPTKTOModel": f"{_GPT}.megatron_gpt_kto_model",
+    "MegatronGPTModel": "nemo.collections.nlp.models.language_modeling.megatron_gpt_model",
+    "MegatronGPTRegressionRewardModel": f"{_GPT}.megatron_gpt_regression_reward_model",
+    "MegatronGPTReinforceActorModel": f"{_GPT}.megatron_gpt_reinforce_actor",
+    "MegatronGPTRSModel": f"{_GPT}.megatron_gpt_rs_actor",
 }
 
 
@@ -101,7 +106,9 @@ def _nemo_config(config: DictConfig) -> DictConfig:
     given = {key: value for key, value in config.items() if value is not None}
     settings = NEMO_UNLESS_SET | given | NEMO_ALWAYS
     if "target" in given:
-        settings["target"] = NEMO_TARGETS.get(given["target"], given["target"])
+        module, _, name = given["target"].rpartition(".")
+        if module.startswith(_GPT):
+            settings["target"] = f"{NEMO_MODULES.get(name, module)}.{name}"
     if "add_qkv_bias" in given:  # our name; NeMo's wins there
         settings["qkv_bias"] = given["add_qkv_bias"]
     return OmegaConf.merge(config, settings)

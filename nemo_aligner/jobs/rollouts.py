@@ -54,7 +54,7 @@ def train_ppo(cfg: DictConfig) -> None:
         from nemo_aligner.algorithms.ppo import PPOTrainer
         from nemo_aligner.launch import rollout_job
         from nemo_aligner.launch.experiment import start_with_model
-        from nemo_aligner.models.nlp.gpt.megatron_gpt_ppo_actor import MegatronGPTActorModel
+        from nemo_aligner.models.nlp.gpt.megatron_gpt_policy import MegatronGPTActorModel
         from nemo_aligner.servers.critic_client import RemoteGPTRMCriticClient
         from nemo_aligner.servers.scoring_clients import RewardsInPlaceOfCritic
 
@@ -109,9 +109,7 @@ def train_reinforce(cfg: DictConfig) -> None:
         from nemo_aligner.algorithms.reinforce import ReinforceTrainer
         from nemo_aligner.launch.experiment import start_with_model
         from nemo_aligner.launch.rollout_job import train_on_rollouts
-        from nemo_aligner.models.nlp.gpt.megatron_gpt_reinforce_actor import (
-            MegatronGPTReinforceActorModel,
-        )
+        from nemo_aligner.models.nlp.gpt.megatron_gpt_policy import MegatronGPTReinforceActorModel
 
     job, model = start_with_model(cfg, MegatronGPTReinforceActorModel)
     if cfg.trainer.reinforce.initial_policy_kl_penalty > 0:
@@ -135,7 +133,7 @@ def train_rs(cfg: DictConfig) -> None:
         from nemo_aligner.algorithms.rs import RSTrainer
         from nemo_aligner.launch.experiment import start_with_model
         from nemo_aligner.launch.rollout_job import train_on_rollouts
-        from nemo_aligner.models.nlp.gpt.megatron_gpt_rs_actor import MegatronGPTRSModel
+        from nemo_aligner.models.nlp.gpt.megatron_gpt_policy import MegatronGPTRSModel
 
     job, model = start_with_model(cfg, MegatronGPTRSModel)
 

@@ -66,7 +66,7 @@ def train_steerlm2(cfg: DictConfig) -> None:
         from nemo_aligner.data.nlp.builders import build_steerlm2_dataset
         from nemo_aligner.launch.experiment import start_with_model
         from nemo_aligner.launch.supervised_job import build_sft_loaders, train_supervised
-        from nemo_aligner.models.nlp.gpt.gpt_steerlm_model import GPTSteerLMModel
+        from nemo_aligner.models.nlp.gpt.gpt_sft_model import GPTSteerLMModel
 
     job, model = start_with_model(cfg, GPTSteerLMModel)
     build = partial(build_steerlm2_dataset, special_tokens=cfg.model.data.chat_prompt_tokens)
@@ -132,9 +132,9 @@ def train_kto(cfg: DictConfig) -> None:
     weights in host memory, or with `model.peft.peft_scheme=lora` the model without its adapters.
     """
     with long_imports():
-        from nemo_aligner.algorithms.kto import KTOTrainer
+        from nemo_aligner.algorithms.dpo import KTOTrainer
         from nemo_aligner.launch.supervised_job import train_on_preferences
-        from nemo_aligner.models.nlp.gpt.megatron_gpt_kto_model import MegatronGPTKTOModel
+        from nemo_aligner.models.nlp.gpt.megatron_gpt_dpo_model import MegatronGPTKTOModel
 
     train_on_preferences(cfg, MegatronGPTKTOModel, KTOTrainer)
 
@@ -154,7 +154,7 @@ def train_distill(cfg: DictConfig) -> None:
     (`serve teacher`) instead, also for responses that the student gives itself.
     """
     with long_imports():
-        from nemo_aligner.algorithms.on_policy_distillation import OnPolicyDistillationTrainer
+        from nemo_aligner.algorithms.distillation import OnPolicyDistillationTrainer
         from nemo_aligner.data.nlp.builders import datasets_of_job
         from nemo_aligner.launch.experiment import start_with_model
         from nemo_aligner.launch.supervised_job import build_dataloaders, train_supervised
@@ -190,7 +190,7 @@ def logits(cfg: DictConfig) -> None:
     examples out to several jobs, each with a file of its own. docs/algorithms.md says more.
     """
     with long_imports():
-        from nemo_aligner.algorithms.topk_logits import write_topk_logits
+        from nemo_aligner.algorithms.distillation import write_topk_logits
         from nemo_aligner.data.nlp.builders import build_sft_dataset
         from nemo_aligner.launch.experiment import fix_chat_date, start_with_teacher
         from nemo_aligner.models.nlp.gpt.megatron_gpt_knowledge_distillation import (
@@ -238,7 +238,7 @@ def train_rm(cfg: DictConfig) -> None:
 
         from nemo_aligner.launch.experiment import open_base, start_from
         from nemo_aligner.launch.supervised_job import train_supervised
-        from nemo_aligner.models.nlp.gpt.reward_model_classes import (
+        from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import (
             held_out_text,
             reward_model_class,
         )

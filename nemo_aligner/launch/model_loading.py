@@ -202,7 +202,7 @@ def load_reward_model(
     """The reward model in `restore_path`, which `key` names; every rank calls it. `UserError`: its
     head was not trained to give rewards.
     """
-    from nemo_aligner.models.nlp.gpt.reward_model_classes import reward_model_class
+    from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import reward_model_class
 
     model_class = reward_model_class(model_cfg.reward_model_type)
     model: MegatronGPTRewardModel = load_from_nemo(

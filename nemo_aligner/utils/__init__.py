@@ -13,9 +13,29 @@ from typing import Any
 
 # Door -> the modules that have its names; `A=module:B`: `A` is now `B`. All below `nemo_aligner`.
 DOORS = {
+    "algorithms.dynamic_sampling": "algorithms.policy_gradient",
+    "algorithms.kto": "algorithms.dpo",
+    "algorithms.on_policy_distillation": "algorithms.distillation",
+    "algorithms.ppo_corrections": "algorithms.ppo_data",
+    "algorithms.topk_logits": "algorithms.distillation",
     "losses": "core.estimators core.losses core.preference",
     "metrics": "core.metrics launch.script_steps",
     "metrics.common": "launch.script_steps",
+    "models.nlp.gpt.gpt_steerlm_model": "models.nlp.gpt.gpt_sft_model",
+    "models.nlp.gpt.megatron_gpt_kto_model": "models.nlp.gpt.megatron_gpt_dpo_model",
+    "models.nlp.gpt.megatron_gpt_ppo_actor": "models.nlp.gpt.megatron_gpt_policy",
+    "models.nlp.gpt.megatron_gpt_regression_reward_model": (
+        "models.nlp.gpt.megatron_gpt_reward_model"
+    ),
+    "models.nlp.gpt.megatron_gpt_reinforce_actor": "models.nlp.gpt.megatron_gpt_policy",
+    "models.nlp.gpt.megatron_gpt_rs_actor": "models.nlp.gpt.megatron_gpt_policy",
+    "models.nlp.gpt.reward_critic_clients": (
+        "get_future_result=servers.futures:result_of_future servers.critic_client "
+        "servers.scoring_clients"
+    ),
+    "models.nlp.gpt.reward_model_classes": (
+        "config.jobs.reward_model models.nlp.gpt.megatron_gpt_reward_model"
+    ),
     "models.nlp.gpt.rewards_in_place_of_critic": (
         "NothingToDo=servers.scoring_clients:NoCriticFuture servers.scoring_clients "
         "RewardsWithoutValues=servers.scoring_clients:RMFutureResult"

@@ -36,24 +36,25 @@ from omegaconf import OmegaConf
 from nemo_aligner.data.nlp.steerlm import LOG_Q
 from nemo_aligner.generation import GenerationParams
 from nemo_aligner.launch.model_loading import load_from_nemo
-from nemo_aligner.models.nlp.gpt.gpt_sft_model import GPTSFTModel
-from nemo_aligner.models.nlp.gpt.gpt_steerlm_model import GPTSteerLMModel
+from nemo_aligner.models.nlp.gpt.gpt_sft_model import GPTSFTModel, GPTSteerLMModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_critic import MegatronGPTCriticModel
-from nemo_aligner.models.nlp.gpt.megatron_gpt_dpo_model import MegatronGPTDPOModel
+from nemo_aligner.models.nlp.gpt.megatron_gpt_dpo_model import (
+    MegatronGPTDPOModel,
+    MegatronGPTKTOModel,
+)
 from nemo_aligner.models.nlp.gpt.megatron_gpt_knowledge_distillation import (
     GPTKnowledgeDistillationModel,
 )
-from nemo_aligner.models.nlp.gpt.megatron_gpt_kto_model import MegatronGPTKTOModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
-from nemo_aligner.models.nlp.gpt.megatron_gpt_ppo_actor import MegatronGPTActorModel
-from nemo_aligner.models.nlp.gpt.megatron_gpt_regression_reward_model import (
-    MegatronGPTRegressionRewardModel,
-)
-from nemo_aligner.models.nlp.gpt.megatron_gpt_reinforce_actor import (
+from nemo_aligner.models.nlp.gpt.megatron_gpt_policy import (
+    MegatronGPTActorModel,
     MegatronGPTReinforceActorModel,
+    MegatronGPTRSModel,
 )
-from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRewardModel
-from nemo_aligner.models.nlp.gpt.megatron_gpt_rs_actor import MegatronGPTRSModel
+from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import (
+    MegatronGPTRegressionRewardModel,
+    MegatronGPTRewardModel,
+)
 from nemo_aligner.models.nlp.gpt.megatron_gpt_spin_model import MegatronGPTSPINModel
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.vocab_parallel import logprobs_and_entropy

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.timeout(300)
 
 
 def make_actor(tokenizer_dir, optim=None, **settings):
-    from nemo_aligner.models.nlp.gpt.megatron_gpt_ppo_actor import MegatronGPTActorModel
+    from nemo_aligner.models.nlp.gpt.megatron_gpt_policy import MegatronGPTActorModel
 
     cfg = tiny_config(
         tokenizer_dir,
@@ -216,9 +216,8 @@ def test_only_replicas_are_compared(two_ranks):
     for found in two_ranks:
         assert found["CP2"] is found["TP2"] is found["EP2"] is None
         assert found["CP2", "mlp"][0] == found["CP2", "self_attention"][0] == "ReplicaError"
-        assert (
-            found["TP2", "mlp"] is found["TP2", "self_attention"] is None
-        )  # shards: they differ anyway
+        # Shards: they differ anyway.
+        assert found["TP2", "mlp"] is found["TP2", "self_attention"] is None
         assert found["EP2", "mlp"] is None  # another expert
         assert found["EP2", "self_attention"][1].startswith("decoder.layers.1.self_attention.")
 

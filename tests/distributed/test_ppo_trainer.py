@@ -1,8 +1,11 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The PPO trainer on two data-parallel ranks does what it does on one: same global batches,
-metrics and weights.
+"""The trainers of PPO, REINFORCE and rejection sampling on two data-parallel ranks do what they do
+on one: same global batches, metrics and weights.
 """
+
+import dataclasses
+from functools import partial
 
 import numpy as np
 import pytest
@@ -49,11 +52,9 @@ def run_trainer(batch_iterator_cls=None, settings=SETTINGS):
     if "sampler_correction" in settings:
         trainer.model.sampler_offset = 0.1
     if batch_iterator_cls is not None:
-        trainer.batch_iterator_cls = batch_iterator_cls
-    sent = trainer.rm_critic.train_batches
-    return run(trainer) | {
-        "sent_to_critic": [training_payload(batch) for batch in sent if "values" in batch]
-    }
+        trainer.prompts = dataclasses.replace(trainer.prompts, iterator=batch_iterator_cls)
+    done, sent = run(trainer), trainer.rm_critic.train_batches
+    return done | {"sent_to_critic": [training_payload(b) for b in sent if "values" in b]}
 
 
 def run_reinforce():
@@ -66,6 +67,33 @@ def run_dynamic_sampling():
     from tests.unit.test_dynamic_sampling import make
 
     return run(make(4, max_steps=2, initial_policy_kl_penalty=0.01))
+
+
+def coarse(rollout):
+    """Rewards with many ties: which of equal ones are kept must not depend on the ranks either."""
+    return (rollout["response_lengths"] - rollout["prompt_lengths"]).float() // 2
+
+
+def run_rs(micro_batch_size=2):
+    from tests.rs_fakes import make_rs_trainer
+
+    settings = {"val_check_interval": 1, "save_interval": 1, "max_epochs": 2}
+    return run(make_rs_trainer(score=coarse, micro_batch_size=micro_batch_size, **settings))
+
+
+# What to run, and how many batches one rank has trained on.
+RUNS = {
+    "default": (run_trainer, range(12, 13)),
+    # Of 8 updates in each of 3 steps some are skipped.
+    "grpo": (partial(run_trainer, settings=GRPO), range(4, 24)),
+    "plus_plus": (partial(run_trainer, settings=PLUS_PLUS), range(24, 25)),
+    "corrected": (partial(run_trainer, settings=CORRECTED), range(24, 25)),
+    "decoupled": (partial(run_trainer, settings=DECOUPLED), range(24, 25)),
+    "teacher": (partial(run_trainer, settings=TEACHER), range(24, 25)),
+    "reinforce": (run_reinforce, range(18, 19)),
+    "rs": (run_rs, range(24, 25)),
+    "dynamic_sampling": (run_dynamic_sampling, range(12, 13)),
+}
 
 
 def run(trainer):
@@ -97,18 +125,15 @@ def rank_0_draws_everything(sampler_iter, num_microbatches, dataset, collate_fn)
 def run_on_this_rank():
     """All experiments in one start of the interpreters."""
     from nemo_aligner.parallel import parallel_state
-    from tests import ppo_fakes
+    from tests import ppo_fakes, rs_fakes
 
     parallel_state.initialize()
-    results = {"default": run_trainer(), "queue": run_trainer(rank_0_draws_everything)}
-    results |= {"grpo": run_trainer(settings=GRPO), "plus_plus": run_trainer(settings=PLUS_PLUS)}
-    results["corrected"] = run_trainer(settings=CORRECTED)
-    results["decoupled"] = run_trainer(settings=DECOUPLED)
-    results["reinforce"] = run_reinforce()
-    results["dynamic_sampling"] = run_dynamic_sampling()
-    results["teacher"] = run_trainer(settings=TEACHER)
-
-    return results | refusals(ppo_fakes.make_trainer, "ppo")
+    results = {name: function() for name, (function, _) in RUNS.items()}
+    results["queue"] = run_trainer(rank_0_draws_everything)
+    results["ones"] = run_rs(micro_batch_size=1)
+    for name, make in (("ppo", ppo_fakes.make_trainer), ("rs", rs_fakes.make_rs_trainer)):
+        results[f"refused {name}"] = refusals(make, name)
+    return results
 
 
 def refusals(make, name):
@@ -136,57 +161,28 @@ def two_ranks():
     return run_ranks(run_on_this_rank, 2, 120)
 
 
-@pytest.mark.parametrize("iterator", ["default", "queue"])
-def test_two_ranks_equal_one(two_ranks, iterator):
-    one, two = run_trainer(), [results[iterator] for results in two_ranks]
-    assert len(one["batches"]) == 12 and len(one["sent_to_critic"]) == 4
-    assert_equal_runs(one, two)
-
-
-def test_two_ranks_equal_one_with_groups_of_responses_and_an_early_stop(two_ranks):
-    one, two = run_trainer(settings=GRPO), [results["grpo"] for results in two_ranks]
-    assert 3 < len(one["batches"]) < 24  # of 8 updates in each of 3 steps some were skipped
-    assert_equal_runs(one, two)
-
-
-def test_two_ranks_equal_one_with_global_statistics(two_ranks):
-    one, two = run_trainer(settings=PLUS_PLUS), [results["plus_plus"] for results in two_ranks]
-    assert one["state"]["kl_coef"] > 0.01 and len(one["batches"]) == 24
-    assert_equal_runs(one, two)
-
-
-def test_two_ranks_equal_one_with_a_teacher(two_ranks):
-    one, two = run_trainer(settings=TEACHER), [results["teacher"] for results in two_ranks]
-    others = run_trainer(settings=TEACHER | {"teacher_kl_coef": 0.0})
-    kl = [entry[2] for entry in one["metrics"] if entry[0] == "train_rollouts/teacher_kl"]
-    assert len(kl) == 3 and all(kl) and one["weight"] != others["weight"]
-    assert_equal_runs(one, two)
-
-
-def test_two_ranks_equal_one_with_the_baseline_of_reinforce(two_ranks):
-    one, two = run_reinforce(), [results["reinforce"] for results in two_ranks]
-    assert len(one["batches"]) == 18 and one["weight"]
-    assert_equal_runs(one, two)
-
-
-def test_two_ranks_equal_one_with_corrected_advantages(two_ranks):
-    one, two = run_trainer(settings=CORRECTED), [results["corrected"] for results in two_ranks]
-    metrics = {name.removeprefix("train_rollouts/"): value for name, _, value in one["metrics"]}
-    for name in ("sampler_capped", "sampler_rejected", "fraction_of_covariant_tokens"):
-        assert 0 < metrics[name] < 1, name
-    assert_equal_runs(one, two)
-
-
-def test_two_ranks_equal_one_with_rewards_compared_apart(two_ranks):
-    one, two = run_trainer(settings=DECOUPLED), [results["decoupled"] for results in two_ranks]
-    assert one["weight"]
-    assert_equal_runs(one, two)
-
-
-def test_two_ranks_equal_one_with_dynamic_sampling(two_ranks):
-    one, two = run_dynamic_sampling(), [results["dynamic_sampling"] for results in two_ranks]
-    assert one["state"]["consumed_samples"] > 16 and len(one["batches"]) == 12
-    assert_equal_runs(one, two)
+@pytest.mark.parametrize("name", RUNS)
+def test_two_ranks_equal_one(two_ranks, name):
+    function, batches = RUNS[name]
+    one = function()
+    assert len(one["batches"]) in batches and one["weight"]
+    metrics = {key.removeprefix("train_rollouts/"): value for key, _, value in one["metrics"]}
+    if name == "default":
+        assert len(one["sent_to_critic"]) == 4
+        assert_equal_runs(one, [results["queue"] for results in two_ranks])
+    elif name == "rs":
+        assert_equal_runs(one, [results["ones"] for results in two_ranks], rtol=0)
+    elif name == "plus_plus":
+        assert one["state"]["kl_coef"] > 0.01
+    elif name == "teacher":
+        assert metrics["teacher_kl"] != 0
+    elif name == "corrected":
+        for part in ("sampler_capped", "sampler_rejected", "fraction_of_covariant_tokens"):
+            assert 0 < metrics[part] < 1, part
+    elif name == "dynamic_sampling":
+        assert one["state"]["consumed_samples"] > 16
+    of_ranks = [results[name] for results in two_ranks]
+    assert_equal_runs(one, of_ranks, rtol=0 if name == "rs" else 1e-5)
 
 
 def assert_equal_runs(one: dict, two: list[dict], rtol: float = 1e-5) -> None:
@@ -212,7 +208,8 @@ def assert_equal_runs(one: dict, two: list[dict], rtol: float = 1e-5) -> None:
         assert result["weight"] == pytest.approx(one["weight"], rel=1e-5)
 
 
-def test_ranks_that_resume_from_different_checkpoints_are_refused(two_ranks):
+@pytest.mark.parametrize("name", ["ppo", "rs"])
+def test_ranks_that_resume_from_different_checkpoints_are_refused(two_ranks, name):
     for results in two_ranks:
-        assert "rank 1 resumes from {'step': 1" in results["unequal_states"]
-        assert "a job with 6" in results["other_steps"]
+        assert "rank 1 resumes from {'step': 1" in results[f"refused {name}"]["unequal_states"]
+        assert "a job with 6" in results[f"refused {name}"]["other_steps"]

@@ -53,9 +53,8 @@ def _module(path: Path) -> str:
 MODULES = {_module(path): path for path in sorted(PACKAGE.rglob("*.py"))}
 
 
-# `compat` takes the mechanism of the first.
-DOORS = {"nemo_aligner.utils", "nemo_aligner.models.nlp.gpt.reward_critic_clients"}
-DOORS |= {f"nemo_aligner.{door}" for door in utils.DOORS}  # no files
+# `compat` takes the mechanism of the first; the others are no files.
+DOORS = {"nemo_aligner.utils", *(f"nemo_aligner.{door}" for door in utils.DOORS)}
 INSIDE = [module for module in MODULES if module not in {*DOORS, "nemo_aligner"}]
 
 

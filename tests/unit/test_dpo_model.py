@@ -19,7 +19,7 @@ from omegaconf import OmegaConf
 
 from nemo_aligner.algorithms.dpo import DPOTrainer, dpo_custom_collate
 from nemo_aligner.core.errors import UserError
-from nemo_aligner.data.nlp.datasets import DPOModelDataset
+from nemo_aligner.data.nlp.datasets import DPOModelDataset, KTOModelDataset
 from nemo_aligner.launch.model_loading import load_and_override_model_config, load_from_nemo
 from nemo_aligner.models.nlp.gpt.megatron_gpt_dpo_model import MegatronGPTDPOModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
@@ -105,27 +105,34 @@ def test_only_the_last_response_of_a_conversation_counts(tiny_tokenizer, tmp_pat
         assert counted[-1] == tiny_tokenizer.eos_id
 
 
-@pytest.mark.parametrize(
-    ("record", "message"),
-    [
-        ({"prompt": "a", "chosen": " b", "rejected": " b"}, "line 2.*nothing to prefer"),
-        ({"text": "a b"}, "line 2.*'chosen' and 'rejected' are missing"),
-        ({"chosen": "a b", "rejected": "a c"}, "line 2.*field 'prompt' is missing"),
-        ({"prompt": "a", "chosen": " b"}, "line 2.*field 'rejected' is missing"),
-        (
-            {"prompt": "a", "chosen": " b", "rejected": " c", "chosen_reward": "much"},
-            "line 2.*'chosen_reward' is 'much', not a number",
-        ),
-        (
-            {"prompt": [{"role": "user", "content": "a"}], "chosen": " b", "rejected": " c"},
-            "line 2.*the tokenizer has no chat template",
-        ),
-    ],
-)
-def test_lines_that_are_no_pairs_are_named(tiny_tokenizer, tmp_path, record, message):
-    path = write(tmp_path / "pairs.jsonl", [next(records(1)), record])
-    with pytest.raises(UserError, match=f"(?s){message}"):
-        DPOModelDataset([path], tiny_tokenizer, LENGTH)
+PAIR = {"prompt": "a", "chosen": " b", "rejected": " c"}
+LABELLED = {"prompt": "a", "response": " b", "preference": "chosen"}
+CONVERSATION = [{"role": "user", "content": "a"}]
+NO_TEMPLATE = "the tokenizer has no chat template"
+BAD_LINES = [
+    (DPOModelDataset, PAIR, {"rejected": " b"}, "nothing to prefer"),
+    (DPOModelDataset, {"text": "a b"}, {}, "'chosen' and 'rejected' are missing"),
+    (DPOModelDataset, PAIR, {"prompt": None}, "field 'prompt' is missing"),
+    (DPOModelDataset, PAIR, {"rejected": None}, "field 'rejected' is missing"),
+    (DPOModelDataset, PAIR, {"chosen_reward": "much"}, "'chosen_reward' is 'much', not a number"),
+    (DPOModelDataset, PAIR, {"prompt": CONVERSATION}, NO_TEMPLATE),
+    (KTOModelDataset, LABELLED, {"preference": "good"}, '"good"; it must be "chosen" or "reject'),
+    (KTOModelDataset, LABELLED, {"preference": 1}, "'preference' is 1;"),
+    (KTOModelDataset, LABELLED, {"preference": None}, "field 'preference' is missing"),
+    (KTOModelDataset, LABELLED, {"response": None}, "field 'response' is missing"),
+    (KTOModelDataset, LABELLED, {"prompt": None}, "field 'prompt' is missing"),
+    (KTOModelDataset, LABELLED, {"prompt": CONVERSATION}, NO_TEMPLATE),
+]
+
+
+@pytest.mark.parametrize(("kind", "whole", "changes", "message"), BAD_LINES)
+def test_lines_that_are_no_items_are_named(
+    tiny_tokenizer, tmp_path, kind, whole, changes, message
+):
+    line = {key: value for key, value in {**whole, **changes}.items() if value is not None}
+    path = write(tmp_path / "items.jsonl", [whole if changes else PAIR, line])
+    with pytest.raises(UserError, match=f"(?s)line 2.*{message}"):
+        kind([path], tiny_tokenizer, LENGTH)
 
 
 def test_pairs_of_the_same_tokens_are_named(tiny_tokenizer, tmp_path):

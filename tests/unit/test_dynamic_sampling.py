@@ -11,17 +11,10 @@ import torch
 
 from nemo_aligner.algorithms.dynamic_sampling import DrawnPrompts, rewards_differ
 from nemo_aligner.algorithms.rollouts import PPORolloutBatch
-from nemo_aligner.core.errors import ConfigError
 from nemo_aligner.core.types import Scores
 from nemo_aligner.data.nlp.samplers import MegatronPretrainingRandomSampler
 from nemo_aligner.parallel import parallel_state
-from tests.ppo_fakes import (
-    NUM_PROMPTS,
-    FakeRewards,
-    Prompts,
-    fit_until_stopped,
-    make_trainer,
-)
+from tests.ppo_fakes import NUM_PROMPTS, FakeRewards, Prompts, fit_until_stopped, make_trainer
 
 
 class DullRewards(FakeRewards):
@@ -96,17 +89,6 @@ def test_a_rollout_is_filled_with_prompts_that_have_a_signal():
     assert DullRewards.dull & set(trained_on(off)) and off.consumed_samples == 8
 
 
-def test_rounds_are_bounded_and_the_rest_has_no_signal():
-    few = make(2, dull=frozenset(range(NUM_PROMPTS)) - {5, 7}, max_steps=1)
-    few.fit()
-    numbers = trained_on(few)
-    assert len(numbers) == 8 and few.consumed_samples == NUM_PROMPTS  # one epoch: both are in it
-    assert {5, 7} <= set(numbers)
-    assert few.logger.series("train_rollouts/fraction_of_drawn_prompts_without_signal") == [
-        (0, pytest.approx(22 / 24))
-    ]
-
-
 def test_a_prompt_that_comes_back_within_a_step_counts_once():
     """Its random streams are those of the first time."""
     trainer = make(9, dull=frozenset(range(NUM_PROMPTS)) - {5, 7}, max_steps=1)
@@ -170,10 +152,3 @@ def test_prompts_that_cannot_be_used_have_no_signal():
     rewards = torch.tensor([1.0, 0.0, 1.0, 0.0, 1.0, 1.0])
     counts = torch.tensor([True, True, False, True, False, False])
     assert rewards_differ(rewards, counts, 2).tolist() == [True, False, False]
-
-
-def test_data_in_order_are_refused():
-    with pytest.raises(ConfigError, match="dynamic_sampling_rounds=2 .* random sampler"):
-        make_trainer(
-            advantage_estimator="grpo", num_rollouts_per_prompt=2, dynamic_sampling_rounds=2
-        )

@@ -1,13 +1,12 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Mixtures of experts in one process: against a dense model, Hugging Face's Mixtral and a naive
-loop over tokens; the losses that balance the experts; and combinations that are refused.
+"""Mixtures of experts in one process: against a naive loop over tokens; the losses that balance
+experts; and combinations that are refused. test_hugging_face_training.py has Mixtral.
 """
 
 import pytest
 import torch
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
-from transformers import MixtralConfig, MixtralForCausalLM
 
 from nemo_aligner.checkpoint import nemo_writing
 from nemo_aligner.config.defaults import complete_model
@@ -37,113 +36,6 @@ def logits_of(model):
     return forward_collect(
         model.model, {"tokens": TOKENS}, micro_batch_size=2, output_fn=lambda output, _: output
     )
-
-
-def weights_of(model):
-    return {
-        k: v for k, v in model.unwrapped()[0].state_dict().items() if isinstance(v, torch.Tensor)
-    }
-
-
-def as_mixtral(weights, cfg, vocab):
-    """Hugging Face's Mixtral with `weights`; and Megatron's names of its router and expert
-    weights.
-    """
-    hf = MixtralForCausalLM(
-        MixtralConfig(
-            vocab_size=vocab,
-            hidden_size=cfg.hidden_size,
-            intermediate_size=FFN,
-            num_hidden_layers=cfg.num_layers,
-            num_attention_heads=cfg.num_attention_heads,
-            num_key_value_heads=cfg.num_query_groups,
-            num_local_experts=EXPERTS,
-            num_experts_per_tok=2,
-            rms_norm_eps=1e-5,
-            rope_theta=10000.0,
-            tie_word_embeddings=False,
-        )
-    )
-    hf.set_experts_implementation("eager")
-    mapped = {
-        "model.embed_tokens.weight": weights["embedding.word_embeddings.weight"],
-        "model.norm.weight": weights["decoder.final_layernorm.weight"],
-        "lm_head.weight": weights["output_layer.weight"],
-    }
-    groups, per_group, size = 2, 2, 8
-    for i in range(cfg.num_layers):
-        ours, theirs = f"decoder.layers.{i}.", f"model.layers.{i}."
-        grouped = weights[ours + "self_attention.linear_qkv.weight"].view(
-            groups, per_group + 2, size, -1
-        )
-        experts = [ours + f"mlp.experts.local_experts.{e}." for e in range(EXPERTS)]
-        mapped |= {
-            theirs + "self_attn.q_proj.weight": grouped[:, :per_group].reshape(
-                groups * per_group * size, -1
-            ),
-            theirs + "self_attn.k_proj.weight": grouped[:, per_group].reshape(groups * size, -1),
-            theirs + "self_attn.v_proj.weight": grouped[:, per_group + 1].reshape(
-                groups * size, -1
-            ),
-            theirs + "self_attn.o_proj.weight": weights[
-                ours + "self_attention.linear_proj.weight"
-            ],
-            theirs + "input_layernorm.weight": weights[ours + "input_layernorm.weight"],
-            theirs + "post_attention_layernorm.weight": weights[ours + "pre_mlp_layernorm.weight"],
-            theirs + "mlp.gate.weight": weights[ours + "mlp.router.weight"],
-            theirs + "mlp.experts.gate_up_proj": torch.stack(
-                [weights[e + "linear_fc1.weight"] for e in experts]
-            ),
-            theirs + "mlp.experts.down_proj": torch.stack(
-                [weights[e + "linear_fc2.weight"] for e in experts]
-            ),
-        }
-    hf.load_state_dict(mapped)
-    return hf
-
-
-def test_logits_and_gradients_equal_mixtral(tiny_tokenizer_dir):
-    cfg = tiny_config(tiny_tokenizer_dir, **MOE, optim={"name": "adamw"})
-    model = MegatronGPTModel(cfg)
-    weights = {name: tensor.clone() for name, tensor in weights_of(model).items()}
-    hf = as_mixtral(weights, cfg, model.padded_vocab_size)
-
-    def loss_of(logits, tokens):
-        return (
-            torch.nn.functional.cross_entropy(
-                logits[:, :-1].transpose(1, 2), tokens[:, 1:], reduction="sum"
-            )
-            / 14
-        )
-
-    expected = hf(TOKENS).logits
-    torch.testing.assert_close(logits_of(model), expected.detach(), atol=2e-4, rtol=1e-4)
-    loss_of(expected, TOKENS).backward()
-    model.setup_megatron_optimization(max_steps=1)
-    model.prepare_for_training_step()
-
-    def share(logits, batch):
-        loss = loss_of(logits, batch["tokens"])
-        return loss, {"loss": loss}
-
-    forward_backward(model.model, {"tokens": TOKENS}, micro_batch_size=1, loss_fn=share)
-    ours = {
-        name: parameter.main_grad for name, parameter in model.unwrapped()[0].named_parameters()
-    }
-    for i, layer in enumerate(hf.model.layers):
-        mlp = f"decoder.layers.{i}.mlp."
-        torch.testing.assert_close(
-            ours[mlp + "router.weight"], layer.mlp.gate.weight.grad, atol=1e-4, rtol=1e-4
-        )
-        for e in range(EXPERTS):
-            expert = mlp + f"experts.local_experts.{e}.linear_"
-            for name, theirs in (
-                ("fc1", layer.mlp.experts.gate_up_proj),
-                ("fc2", layer.mlp.experts.down_proj),
-            ):
-                torch.testing.assert_close(
-                    ours[f"{expert}{name}.weight"], theirs.grad[e], atol=1e-4, rtol=1e-4
-                )
 
 
 @pytest.mark.parametrize("top_k, pre_softmax", [(1, True), (2, True), (3, False)])
@@ -214,9 +106,8 @@ def test_gradients_of_the_balance_losses(tiny_tokenizer_dir):
     weight = router.weight.detach().clone().requires_grad_()
     logits = hidden.reshape(15, 32) @ weight.T
     share_of_tokens = chosen.float().sum(0) / (15 * 2)
-    balance = (
-        EXPERTS * (share_of_tokens * logits.softmax(-1).mean(0)).sum()
-    )  # Switch Transformer, eq. 4
+    # Switch Transformer, eq. 4.
+    balance = EXPERTS * (share_of_tokens * logits.softmax(-1).mean(0)).sum()
     z_loss = logits.logsumexp(-1).square().mean()  # ST-MoE, eq. 5
     (0.7 * balance + 0.2 * z_loss).backward()
     torch.testing.assert_close(gradient, weight.grad, atol=1e-6, rtol=1e-4)
@@ -268,53 +159,34 @@ def test_balance_losses_are_metrics(tiny_tokenizer_dir, layers):
     assert set(metrics) == {"loss"}
 
 
-@pytest.mark.parametrize(
-    "keys, message",
-    [
-        (
-            {"expert_model_parallel_size": 3},
-            "num_moe_experts=4.*multiple of model.expert_model_parallel_size=3",
-        ),
-        (
-            {"num_moe_experts": None, "expert_model_parallel_size": 2},
-            "expert_model_parallel_size=2.*is not set",
-        ),
-        ({"moe_router_topk": 5}, "moe_router_topk=5.*num_moe_experts=4"),
-        ({"moe_router_topk": 1}, "moe_router_topk=1 needs model.moe_router_pre_softmax=True"),
-        ({"moe_router_load_balancing_type": "sinkhorn"}, "'sinkhorn'.*aux_loss or none"),
-        (
-            {"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.1},
-            "moe_aux_loss_coeff=0.1 has no effect",
-        ),
-        ({"moe_token_dispatcher_type": "allgather"}, "'allgather'.*only alltoall"),
-        ({"moe_layer_freq": 0}, "moe_layer_freq=0 must be a whole number from 1 on"),
-        ({"moe_layer_freq": [1, 0, 1]}, "list with 1 .experts. or 0 .*num_layers=2"),
-        ({"moe_layer_freq": [0, 0]}, "no layer of pipeline stage 0 has experts"),
-        (
-            {"moe_layer_freq": 2, "pipeline_model_parallel_size": 2},
-            "no layer of pipeline stage 1 has experts with model.moe_layer_freq=2",
-        ),
-        (
-            {
-                "num_layers": 4,
-                "moe_layer_freq": [1, 0, 1, 0],
-                "pipeline_model_parallel_size": 2,
-                "num_layers_in_last_pipeline_stage": 1,
-            },
-            "no layer of pipeline stage 1",
-        ),
-        (
-            {"moe_shared_expert_intermediate_size": 16, "bias": True},
-            "moe_shared_expert_intermediate_size=16 needs model.bias=False",
-        ),
-        ({"moe_shared_expert_gate": True}, "moe_shared_expert_gate=True needs"),
-        ({"tensor_model_parallel_size": 2}, "needs model.sequence_parallel=True"),
-        (
-            {"tensor_model_parallel_size": 2, "sequence_parallel": True, "bias": True},
-            "needs model.bias=False",
-        ),
-    ],
-)
+TWO_STAGES = {"pipeline_model_parallel_size": 2}
+SHARED = {"moe_shared_expert_intermediate_size": 16}
+REFUSED = [
+    ({"expert_model_parallel_size": 3}, "num_moe_experts=4.*multiple of .*parallel_size=3"),
+    ({"num_moe_experts": None, "expert_model_parallel_size": 2}, "size=2.*is not set"),
+    ({"moe_router_topk": 5}, "moe_router_topk=5.*num_moe_experts=4"),
+    ({"moe_router_topk": 1}, "moe_router_topk=1 needs model.moe_router_pre_softmax=True"),
+    ({"moe_router_load_balancing_type": "sinkhorn"}, "'sinkhorn'.*aux_loss or none"),
+    (
+        {"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.1},
+        "moe_aux_loss_coeff=0.1 has no effect",
+    ),
+    ({"moe_token_dispatcher_type": "allgather"}, "'allgather'.*only alltoall"),
+    ({"moe_layer_freq": 0}, "moe_layer_freq=0 must be a whole number from 1 on"),
+    ({"moe_layer_freq": [1, 0, 1]}, "list with 1 .experts. or 0 .*num_layers=2"),
+    ({"moe_layer_freq": [0, 0]}, "no layer of pipeline stage 0 has experts"),
+    ({"moe_layer_freq": 2, **TWO_STAGES}, "pipeline stage 1 has experts with .*freq=2"),
+    ({**SHARED, "bias": True}, "moe_shared_expert_intermediate_size=16 needs model.bias=False"),
+    ({"moe_shared_expert_gate": True}, "moe_shared_expert_gate=True needs"),
+    ({"tensor_model_parallel_size": 2}, "needs model.sequence_parallel=True"),
+    (
+        {"tensor_model_parallel_size": 2, "sequence_parallel": True, "bias": True},
+        "needs model.bias=False",
+    ),
+]
+
+
+@pytest.mark.parametrize("keys, message", REFUSED)
 def test_refused_combinations(tiny_tokenizer_dir, keys, message):
     with pytest.raises(ConfigError, match=message):
         build_transformer_config(

@@ -123,23 +123,6 @@ def test_parts_of_a_batch_sum_to_the_batch_and_statistics_are_means_of_each_kind
     assert found["desirable_fraction"] == pytest.approx(2 / 6)
 
 
-def test_statistics_of_one_kind_alone():
-    logprobs, ref_logprobs, mask, valid = batch()
-    metrics = kto_loss(
-        logprobs=logprobs,
-        ref_logprobs=ref_logprobs,
-        mask=mask,
-        weights=loss_weights(valid),
-        desirable=torch.zeros(SAMPLES),
-        reference_point=torch.tensor(0.0),
-        **SETTINGS,
-    )[1]
-    found = kto_statistics({name: value.item() for name, value in metrics.items()})
-    assert "rewards_rejected_mean" in found and found["desirable_fraction"] == 0
-    absent = {"rewards_chosen_mean", "rewards_margin", "likelihood_fall", "logprobs_chosen_mean"}
-    assert not absent & found.keys()
-
-
 def test_a_sample_far_from_the_point_keeps_a_gradient():
     """1 - s(x) is 0 in float32 from x = 17 on; s(-x) is not."""
     leaf = torch.full((1, 1), 30.0, requires_grad=True)

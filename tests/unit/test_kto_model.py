@@ -11,11 +11,11 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from nemo_aligner.algorithms.kto import KTOTrainer, kto_custom_collate
+from nemo_aligner.algorithms.dpo import KTOTrainer, kto_custom_collate
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.data.nlp.datasets import KTOModelDataset
 from nemo_aligner.launch.model_loading import load_from_nemo
-from nemo_aligner.models.nlp.gpt.megatron_gpt_kto_model import MegatronGPTKTOModel
+from nemo_aligner.models.nlp.gpt.megatron_gpt_dpo_model import MegatronGPTKTOModel
 from tests import preference_jobs
 from tests.oracles import trl_kto
 from tests.preference_jobs import (
@@ -122,29 +122,6 @@ def test_only_the_response_to_a_conversation_counts(tiny_tokenizer, tmp_path):
             counted = item[f"{key}s"][item[f"{key}_mask"].bool()].tolist()
             assert tiny_tokenizer.ids_to_text(counted[:-1]).strip() == response
             assert counted[-1] == tiny_tokenizer.eos_id
-
-
-@pytest.mark.parametrize(
-    ("record", "message"),
-    [
-        (
-            {"prompt": "a", "response": " b", "preference": "good"},
-            'line 2.*\'preference\' is "good"; it must be "chosen" or "rejected"',
-        ),
-        ({"prompt": "a", "response": " b", "preference": 1}, "line 2.*'preference' is 1;"),
-        ({"prompt": "a", "response": " b"}, "line 2.*field 'preference' is missing"),
-        ({"prompt": "a", "preference": "chosen"}, "line 2.*field 'response' is missing"),
-        ({"response": "a b", "preference": "chosen"}, "line 2.*field 'prompt' is missing"),
-        (
-            {"prompt": [{"role": "user", "content": "a"}], "response": " b", "preference": True},
-            "line 2.*the tokenizer has no chat template",
-        ),
-    ],
-)
-def test_lines_that_are_no_samples_are_named(tiny_tokenizer, tmp_path, record, message):
-    path = write(tmp_path / "samples.jsonl", [next(records(1)), record])
-    with pytest.raises(UserError, match=f"(?s){message}"):
-        KTOModelDataset([path], tiny_tokenizer, LENGTH)
 
 
 def test_a_sample_that_comes_several_times_is_not_compared_with_itself(tiny_tokenizer, tmp_path):

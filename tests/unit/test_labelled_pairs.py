@@ -16,11 +16,12 @@ from nemo_aligner.core.estimators import PREFERENCE_LOSSES
 from nemo_aligner.core.losses import loss_weights, preference_loss
 from nemo_aligner.data.nlp.datasets import LabelledPairDataset
 from nemo_aligner.jobs.supervised import reward_model_loaders
-from nemo_aligner.models.nlp.gpt.megatron_gpt_regression_reward_model import (
+from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import (
     MegatronGPTRegressionRewardModel,
+    MegatronGPTRewardModel,
+    RewardModelType,
+    held_out_text,
 )
-from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRewardModel
-from nemo_aligner.models.nlp.gpt.reward_model_classes import RewardModelType, held_out_text
 from tests.data_sets import sample_of
 from tests.tiny_models import assert_gradients_of, tiny_config
 

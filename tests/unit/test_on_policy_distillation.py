@@ -5,6 +5,7 @@ the draw of the updates, what a teacher serves, and the loss against trl's and a
 """
 
 import json
+from concurrent.futures import Future
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,13 +15,14 @@ from omegaconf import OmegaConf
 from torch.utils.data import default_collate
 
 from nemo_aligner.algorithms.alarms import Alarms
-from nemo_aligner.algorithms.on_policy_distillation import (
+from nemo_aligner.algorithms.distillation import (
     OnPolicyDistillationTrainer,
     response_batch,
 )
 from nemo_aligner.algorithms.reward_server import TeacherServer, no_sentences
 from nemo_aligner.config.defaults import complete_config
 from nemo_aligner.core.errors import ConfigError, UserError
+from nemo_aligner.core.types import Scores
 from nemo_aligner.data.nlp.datasets import ResponseDataset
 from nemo_aligner.generation import GenerationOutput
 from nemo_aligner.generation.decoding_model import DecodingModel
@@ -31,10 +33,11 @@ from nemo_aligner.models.nlp.gpt.megatron_gpt_knowledge_distillation import (
 )
 from nemo_aligner.servers import schema
 from nemo_aligner.servers.schema import ReplyError, RequestError
-from nemo_aligner.servers.teachers import TeacherLogits
+from nemo_aligner.servers.teachers import PolicyTeachers, TeacherLogits
 from nemo_aligner.servers.validation import validate_reply
 from nemo_aligner.training.timers import ScopedTimer
 from tests.oracles import trl_jsd
+from tests.ppo_fakes import FakeFuture
 from tests.tiny_models import tiny_config
 from tests.unit.test_config_checks import check, load
 
@@ -253,23 +256,6 @@ def test_responses_are_the_same_however_many_are_generated_together(models, data
 
 
 @pytest.mark.slow
-def test_a_student_that_is_its_teacher_is_at_distance_0(models, data):
-    _, teacher = models
-    student, _ = models
-    state = [module.state_dict() for module in student.unwrapped()]
-    before = [{k: v.clone() for k, v in s.items() if v is not None} for s in state]
-    for mine, theirs in zip(student.unwrapped(), teacher.unwrapped(), strict=True):
-        mine.load_state_dict(theirs.state_dict())
-    trainer = trainer_of(student, teacher=Served(server_of(teacher, 20)))
-    own, _ = trainer.with_own_responses(default_collate([data[0], data[1]]))
-    student.set_eval()
-    _, metrics = student.get_loss_and_metrics(trainer.with_logits(own), forward_only=True)
-    for mine, old in zip(student.unwrapped(), before, strict=True):
-        mine.load_state_dict(old, strict=False)
-    assert metrics["kd_loss"] == pytest.approx(0, abs=1e-6)
-
-
-@pytest.mark.slow
 def test_the_alarms_see_how_many_own_responses_end(models, data):
     student, teacher = models
     trainer = trainer_of(student, teacher=Served(server_of(teacher)))
@@ -325,18 +311,20 @@ def test_replies_that_cannot_be_used(change, message):
         validate_reply(schema.teacher_endpoint(), reply, 2)
 
 
+STUDENT = "gpt_knowledge_distillation"
+LOSS = "model.knowledge_distillation."
+
+
 @pytest.mark.parametrize(
     ("name", "overrides", "message"),
     [
-        ("gpt_knowledge_distillation", ["{own}fraction=1.5"], "fraction=1.5"),
-        ("gpt_knowledge_distillation", ["{own}fraction=1", "model.data.top_k=5"], "top_k=5"),
-        ("gpt_knowledge_distillation", ["{own}fraction=1", "remote_teacher.port=0"], "port=0"),
-        ("gpt_knowledge_distillation", ["{own}length_params.max_length=0"], "max_length=0"),
-        ("gpt_knowledge_distillation", ["{own}rollout_micro_batch_size=0"], "at least 1"),
-        ("gpt_knowledge_distillation", ["{own}fraction=0.1"], "outside_top_k=renormalize leaves"),
+        (STUDENT, ["{own}fraction=1.5"], "fraction=1.5"),
+        (STUDENT, ["{own}fraction=1", "model.data.top_k=5"], "top_k=5"),
+        (STUDENT, ["{own}length_params.max_length=0"], "max_length=0"),
+        (STUDENT, ["{own}fraction=0.1"], "outside_top_k=renormalize leaves"),
         (
-            "gpt_knowledge_distillation",
-            ["{own}fraction=1", "{loss}outside_top_k=bucket", "{loss}sft_loss_weight=0.1"],
+            STUDENT,
+            ["{own}fraction=1", f"{LOSS}outside_top_k=bucket", f"{LOSS}sft_loss_weight=0.1"],
             "sft_loss_weight=0.1; set it to 0",
         ),
         ("inference_teacher", ["inference.top_k=0"], "top_k=0 must be at least 1"),
@@ -344,11 +332,9 @@ def test_replies_that_cannot_be_used(change, message):
     ],
 )
 def test_what_cannot_work_is_refused_at_start(tmp_path, name, overrides, message):
-    own = "model.knowledge_distillation.on_policy."
     assert check(name, tmp_path) == []
     with pytest.raises(ConfigError, match=message):
-        loss = "model.knowledge_distillation."
-        check(name, tmp_path, *(text.format(own=own, loss=loss) for text in overrides))
+        check(name, tmp_path, *(text.format(own=f"{LOSS}on_policy.") for text in overrides))
 
 
 @pytest.mark.parametrize("given", [[], ["++model.encoder_seq_length=null"]])
@@ -362,3 +348,44 @@ def test_a_served_teacher_takes_samples_as_long_as_its_checkpoint(
     own = complete_config(load("inference_teacher", tmp_path, *given), "inference_teacher")
     model = complete_model_config(folder, own.model, "inference_teacher")
     assert model.encoder_seq_length == WIDTH
+
+
+# --- several teachers of a policy, without a network
+
+
+class FakeFleet:
+    """Its log-prob of a token is the token times `factor`; of columns that were sent."""
+
+    def __init__(self, factor):
+        self.factor, self.sent = factor, []
+
+    def submit(self, payload):
+        tokens = payload["tokens"]
+        self.sent.append(payload)
+        future = Future()
+        following = torch.from_numpy(tokens).roll(-1, 1).float() * self.factor
+        future.set_result({"log_probs": following.numpy()})
+        return future
+
+    describe = staticmethod(lambda: "a fake")
+
+
+def test_each_sample_is_sent_to_its_teacher_and_gets_its_log_probs_back():
+    teachers = PolicyTeachers.__new__(PolicyTeachers)
+    teachers._fleets = {name: FakeFleet(factor) for name, factor in (("a", 1), ("b", 100))}
+    teachers.fingerprint, teachers.pad_to_length, teachers.max_length = "f", None, 64
+    named = {40: "b", 41: "a", 42: "b"}
+    teachers._named = lambda records: [named[record] for record in records.tolist()]
+    tokens = torch.arange(1, 31).view(3, 10)
+    lengths = torch.tensor([6, 10, 4])
+    rollout = {"response_tokens": tokens, "response_lengths": lengths}
+    rollout["record"] = torch.tensor([42, 41, 40])
+    scores = FakeFuture([], "scored", Scores(torch.ones(3)))
+    found = teachers.beside(scores, rollout).scores()
+    assert found.rewards.tolist() == [1, 1, 1]
+    assert [len(fleet.sent) for fleet in teachers._fleets.values()] == [1, 1]
+    assert teachers._fleets["b"].sent[0]["sequence_lengths"].flatten().tolist() == [6, 4]
+    for row, factor in enumerate((100, 1, 100)):
+        span = slice(0, int(lengths[row]) - 1)
+        wanted = (tokens[row, 1:] * factor).float()
+        assert found.teacher_logprobs[row, span].equal(wanted[span])

@@ -209,35 +209,23 @@ def _(case, library):
     assert (calculate_kl_penalty(a, b, estimator="k3") < 10).all()
 
 
-@compares("adaptive KL controller", "trl", "verl", "openrlhf", "torchrl")
+@compares("adaptive KL controller", "verl", "openrlhf")
 def _(case, library):
-    """torchrl reads the penalties, -beta * KL of each sample, and counts the samples itself."""
     target, horizon, samples = 6.0, 1000, 64
-    module, coefficient = {
-        "trl": ("trl.trainer.utils", "value"),
-        "verl": ("verl.trainer.ppo.core_algos", "value"),
-        "openrlhf": ("openrlhf.trainer.ppo_utils.kl_controller", "value"),
-        "torchrl": ("torchrl.data.llm.utils", "coef"),
+    module, name = {
+        "verl": ("verl.trainer.ppo.core_algos", "target_kl"),
+        "openrlhf": ("openrlhf.trainer.ppo_utils.kl_controller", "target"),
     }[library]
-    theirs = oracle(module).AdaptiveKLController(
-        init_kl_coef=BETA,
-        horizon=horizon,
-        **{"target_kl" if library == "verl" else "target": target},
-    )
+    settings = {"init_kl_coef": BETA, "horizon": horizon, name: target}
+    theirs = oracle(module).AdaptiveKLController(**settings)
     ours = AdaptiveKLController(BETA, target, horizon)
     for kl in (0.0, 1.0, 5.5, 6.0, 6.7, 50.0):
         ours.update(kl, samples)
-        if library == "torchrl":
-            theirs.update([-theirs.coef * kl] * samples)
-        else:
-            theirs.update(kl, samples)
-        yield (
-            torch.tensor(ours.value),
-            torch.as_tensor(getattr(theirs, coefficient), dtype=torch.float32),
-        )
+        theirs.update(kl, samples)
+        yield torch.tensor(ours.value), torch.as_tensor(theirs.value, dtype=torch.float32)
 
 
-@compares("token rewards", "trl", "openrlhf", "nemo-aligner")
+@compares("token rewards", "openrlhf", "nemo-aligner")
 def _(case, library):
     """All put the score on the response's last token; NeMo-Aligner's width is ours, S-1. OpenRLHF
     clips it first.
@@ -247,12 +235,7 @@ def _(case, library):
     ours = calculate_ppo_rewards(
         case.values, scores, case.lengths, case.planted(kl), penalty_factor=BETA
     )
-    if library == "trl":
-        trainer, fake = trl_trainer(kl_penalty="kl")
-        theirs = trainer.compute_rewards(
-            fake, case.scores, case.logprobs, case.ref_logprobs, case.mask
-        )[0]
-    elif library == "openrlhf":
+    if library == "openrlhf":
         reward = oracle("openrlhf.models.utils").compute_reward
         theirs = reward(case.scores, BETA, kl, case.mask, reward_clip_range=(-0.7, 0.7))
     else:

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from nemo_aligner.algorithms.ppo_corrections import correct_for_sampler, treat_covariant_tokens
+from nemo_aligner.algorithms.ppo_data import correct_for_sampler, treat_covariant_tokens
 from nemo_aligner.core.losses import ppo_actor_loss
 from nemo_aligner.core.surrogates import (
     CovarianceSettings,

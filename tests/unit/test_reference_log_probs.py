@@ -17,17 +17,17 @@ from torch.utils.data import default_collate
 from nemo_aligner.algorithms import reference_log_probs
 from nemo_aligner.algorithms.dpo import DPOTrainer
 from nemo_aligner.algorithms.reference_log_probs import (
-    META,
     ShardWriter,
     WithReferenceLogProbs,
-    checksum,
     with_reference_log_probs,
 )
 from nemo_aligner.core.errors import SaveError, UserError
 from nemo_aligner.data.nlp.datasets import DPOModelDataset
 from nemo_aligner.launch.supervised_job import build_preference_dataloaders
-from nemo_aligner.models.nlp.gpt.megatron_gpt_dpo_model import MegatronGPTDPOModel
-from nemo_aligner.models.nlp.gpt.megatron_gpt_kto_model import MegatronGPTKTOModel
+from nemo_aligner.models.nlp.gpt.megatron_gpt_dpo_model import (
+    MegatronGPTDPOModel,
+    MegatronGPTKTOModel,
+)
 from tests.cases import some_of
 from tests.tiny_models import tiny_config
 
@@ -129,20 +129,6 @@ def test_the_data_have_what_was_computed_once(case):
     again, passes = case.kept()
     assert not passes and equal(again, kept)
     assert not list(case.root.glob("kept/partial*"))
-
-
-def test_shards_of_several_ranks_are_one_dataset(case):
-    folder = case.root / "three"
-    folder.mkdir()
-    for shard in range(3):
-        writer = ShardWriter(folder, shard)
-        for index in range(shard, ITEMS, 3):
-            values = case.model.values(default_collate([case.data[index]]))
-            writer.add(case.data[index], Reference.REFERENCE_COLUMNS, values)
-        writer.close()
-    (folder / META).write_text(json.dumps({"items": ITEMS, "shards": 3}))
-    kept = WithReferenceLogProbs(case.data, folder, Reference.REFERENCE_COLUMNS)
-    assert equal(kept, case.kept()[0])
 
 
 def other_data(case, tokenizer, seq_length=WIDTH, settings=None, **kwargs):
@@ -284,27 +270,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(case, tiny_tokenizer, monkey
     assert not list((case.root / "kept").iterdir())
 
 
-def test_a_folder_that_cannot_be_made_is_one_line(case, tiny_tokenizer):
-    (case.root / "kept").write_text("in the way")
-    with pytest.raises(SaveError, match="/kept cannot be written"):
-        case.kept()
-
-
-def test_a_checksum_sees_tokens_and_masks(case):
-    item = case.data[0]
-    found = checksum(item)
-    for key in ("chosen", "rejected", "chosen_mask", "rejected_mask"):
-        changed = dict(item)
-        changed[key] = item[key].clone()
-        changed[key][2] += 1
-        assert checksum(changed) != found, key
-    assert checksum({**item, "chosen_reward": torch.tensor(9.0)}) == found
-
-
-KINDS = {
-    "dpo": (MegatronGPTDPOModel, write_pairs),
-    "kto": (MegatronGPTKTOModel, write_labelled),
-}
+KINDS = {"dpo": (MegatronGPTDPOModel, write_pairs), "kto": (MegatronGPTKTOModel, write_labelled)}
 
 
 @pytest.mark.slow

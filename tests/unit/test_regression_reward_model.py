@@ -17,12 +17,11 @@ from nemo_aligner.data.nlp.builders import (
     build_dataloader,
     build_train_valid_test_regression_rm_datasets,
 )
-from nemo_aligner.launch.model_loading import load_from_nemo
-from nemo_aligner.models.nlp.gpt.megatron_gpt_regression_reward_model import (
+from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import (
     MegatronGPTRegressionRewardModel,
+    RewardModelType,
+    held_out_text,
 )
-from nemo_aligner.models.nlp.gpt.reward_model_classes import RewardModelType, held_out_text
-from nemo_aligner.training.optim import optimizer_step
 from tests.tiny_models import assert_gradients_of, tiny_config
 
 pytestmark = pytest.mark.slow
@@ -96,34 +95,6 @@ def test_another_value_may_stand_for_a_missing_label(tiny_tokenizer_dir):
     batch["labels"][batch["labels"] == NO_LABEL] = -1e4
     model = make_model(tiny_tokenizer_dir, regression={"loss_mask_val": -1e4})
     assert metrics_of(model, batch) == expected
-
-
-def test_it_learns_its_labels_and_is_served_with_its_attributes_merged(
-    tiny_tokenizer_dir, tmp_path
-):
-    model = make_model(tiny_tokenizer_dir)
-    optimizer, scheduler = model.setup_megatron_optimization(60)
-    batch = labelled_batch()
-    for _ in range(60):
-        optimizer.zero_grad()
-        model.prepare_for_training_step()
-        loss, _ = model.get_loss_and_metrics(batch, forward_only=False)
-        optimizer_step(optimizer, scheduler, 1.0)
-    model.set_eval()
-    counts = torch.tensor([[1, 1], [0, 1], [0, 0], [1, 1]]).bool()
-    attributes = model.infer((batch["inputs"], batch["lengths"]))
-    torch.testing.assert_close(attributes[counts], batch["labels"][counts], atol=0.3, rtol=0)
-    model.save_to(str(tmp_path / "rm.nemo"))
-    merging = {"num_attributes": 2, "merge_attributes": True, "attribute_weights": [0.25, -3.0]}
-    served = load_from_nemo(
-        MegatronGPTRegressionRewardModel,
-        tiny_config(tiny_tokenizer_dir, regression=merging),
-        None,
-        restore_path=tmp_path / "rm.nemo",
-    )
-    rewards = served.infer((batch["inputs"], batch["lengths"]))
-    assert rewards.shape == (4, 1) and served.has_trained_head
-    torch.testing.assert_close(rewards[:, 0], 0.25 * attributes[:, 0] - 3.0 * attributes[:, 1])
 
 
 def test_refusals(tiny_tokenizer_dir):
@@ -217,20 +188,10 @@ def test_validation_over_uneven_batches_is_the_correlation_of_the_whole_set(
 
 def test_held_out_text():
     pairs, labels = RewardModelType.BINARY_RANKING, RewardModelType.REGRESSION
-    assert (
-        held_out_text(pairs, {"loss": 0.1, "acc": 0.98046875}, 256.0)
-        == "held-out accuracy 0.980 on 256 pairs"
-    )
-    assert (
-        held_out_text(labels, {"correlation": 0.9}, 64.0)
-        == "held-out correlation 0.900 on 64 labels"
-    )
-    assert (
-        held_out_text(
-            labels, {"correlation": 0.5, "correlation_0": 0.25, "correlation_2": 0.75}, 9.0, 3
-        )
-        == "held-out correlation 0.500 on 9 labels (by attribute 0: 0.250, 2: 0.750)"
-    )
-    assert (
-        held_out_text(labels, {"loss": 1.0}, 1.0) == "held-out correlation undefined on 1 labels"
-    )
+    parts = {"correlation": 0.5, "correlation_0": 0.25, "correlation_2": 0.75}
+    for kind, metrics, count, text in (
+        (pairs, {"loss": 0.1, "acc": 0.98046875}, 1, "accuracy 0.980 on 256 pairs"),
+        (labels, parts, 3, "correlation 0.500 on 256 labels (by attribute 0: 0.250, 2: 0.750)"),
+        (labels, {"loss": 1.0}, 1, "correlation undefined on 256 labels"),
+    ):
+        assert held_out_text(kind, metrics, 256.0, count) == f"held-out {text}"

@@ -8,7 +8,7 @@ import pytest
 import torch
 from nemo.utils import logging
 
-from nemo_aligner.core.errors import ConfigError, PolicyReferenceError
+from nemo_aligner.core.errors import PolicyReferenceError
 from tests.reinforce_fakes import make_reinforce_trainer
 
 NAN = float("nan")
@@ -69,21 +69,6 @@ def test_data_equal_a_naive_loop(penalty, absolute):
     assert data["mask"].sum(1).tolist() == [3, 6, 2, 3, 4, 0]
 
 
-def test_calls_of_a_step_come_in_order():
-    trainer = make_reinforce_trainer(max_steps=1)
-    trainer.fit()
-    events = trainer.events
-    assert [event for event in events if event in ("logprobs", "init_logprobs")] == [
-        "logprobs",
-        "init_logprobs",
-    ]
-    assert events.count("infer") == events.count("rm_infer") == 12  # 24 samples in rows of 2
-    assert events.count("update") == 6  # 24 samples in global batches of 4
-    # Log-probs are computed while the reward model works.
-    assert events.index("init_logprobs") < events.index("rm_result") < events.index("update")
-    assert trainer.reinforce_optimization_step == 6 and trainer.consumed_samples == 8
-
-
 @pytest.mark.parametrize("penalty, measured", [(0.1, 2), (0.0, 0)])
 def test_the_sampler_is_compared_where_the_log_probs_are_known(penalty, measured):
     alarms = {"sampling_mismatch": 0.05, "replica_check_interval": 0}
@@ -112,25 +97,6 @@ def test_the_kl_is_0_at_the_start_and_a_reference_that_differs_ends_the_run():
     assert earlier.logger.series("train_rollouts/init_policy_kl")[0][1] != 0
 
 
-def test_resume_continues_exactly():
-    settings = {"val_check_interval": 1, "save_interval": 1}
-    whole = make_reinforce_trainer(**settings)
-    whole.fit()
-    _, _, state = whole.ckpt_callback.saved[0]
-    assert state["step"] == 1 and state["reinforce_optimization_step"] == 6
-
-    resumed = make_reinforce_trainer(**settings)
-    first = make_reinforce_trainer(**settings, max_steps=1)
-    first.fit()
-    resumed.model.weight = first.model.weight
-    resumed.load_state_dict(state)
-    resumed.fit()
-    assert resumed.model.weight == whole.model.weight
-    for one, other in zip(resumed.model.batches, whole.model.batches[6:], strict=True):
-        assert one.keys() == other.keys()
-        assert all(torch.equal(one[key], other[key]) for key in one)
-
-
 def test_an_old_kl_is_warned_about(monkeypatch):
     seen = []
     monkeypatch.setattr(logging, "warning", lambda text, *_: seen.append(str(text)))
@@ -139,16 +105,3 @@ def test_an_old_kl_is_warned_about(monkeypatch):
     seen.clear()
     make_reinforce_trainer(use_absolute_kl=True, initial_policy_kl_penalty=0.0)
     assert not seen
-
-
-@pytest.mark.parametrize(
-    "changes, words",
-    [
-        ({"num_rollouts_per_prompt": 1}, "trainer.reinforce.num_rollouts_per_prompt=1; raise it"),
-        ({"model_gbs": 5}, "model.reinforce.num_rollout_samples=8 x trainer.reinforce.num_roll"),
-        ({"max_epochs": 2}, "trainer.reinforce.max_epochs=2 needs a random sampler"),
-    ],
-)
-def test_values_that_cannot_work_are_refused(changes, words):
-    with pytest.raises(ConfigError, match=words.replace(".", r"\.")):
-        make_reinforce_trainer(**changes)

@@ -51,12 +51,16 @@ from tests.unit.test_config_checks import check
 
 pytestmark = pytest.mark.slow
 
+
+@pytest.fixture
+def data(tiny_tokenizer, tmp_path):
+    return sft_data(tiny_tokenizer, write(tmp_path / "sft.jsonl", records()))
+
+
 # --- prompts
 
 
-def test_the_last_response_is_told_from_its_prompt(tiny_tokenizer, tmp_path):
-    path = write(tmp_path / "sft.jsonl", records())
-    data = sft_data(tiny_tokenizer, path)
+def test_the_last_response_is_told_from_its_prompt(tiny_tokenizer, data):
     items = [data[i] for i in range(6)]
     batch = spin_custom_collate(items, eos_id=tiny_tokenizer.eos_id)
     assert batch["idx"].tolist() == list(range(6))
@@ -176,13 +180,12 @@ def naive_iterations(hf, data, drawn, eos_id, average):
 @pytest.mark.full
 @pytest.mark.parametrize("average", [False, True])
 def test_two_iterations_end_at_the_weights_of_a_loop_with_trl(
-    write_folder, tiny_tokenizer, tmp_path, average
+    write_folder, tiny_tokenizer, tmp_path, average, data
 ):
     hf = random_llama()
     hf.generation_config.eos_token_id = tiny_tokenizer.eos_id
     cfg = job(sampling_params={"use_greedy": True}, preference_average_log_probs=average)
     model = load_from_nemo(MegatronGPTSPINModel, cfg, None, restore_path=write_folder(hf))
-    data = sft_data(tiny_tokenizer, write(tmp_path / "sft.jsonl", records()))
     trainer, log, drawn = trainer_of(model, data, tiny_tokenizer)
     played, play = [], trainer.play
 
@@ -230,9 +233,8 @@ def checkpoints_in(folder):
 
 @some_of("peft", [None, LORA], ids=["full", "lora"])
 def test_a_job_resumes_within_an_iteration_and_between_two_as_if_it_had_not_stopped(
-    tiny_tokenizer_dir, tiny_tokenizer, tmp_path, peft
+    tiny_tokenizer_dir, tiny_tokenizer, tmp_path, peft, data
 ):
-    data = sft_data(tiny_tokenizer, write(tmp_path / "sft.jsonl", records()))
     model = tiny_model(tiny_tokenizer_dir, peft)
     saving = {"saving": checkpoints_in(tmp_path / "run"), "save_interval": 1}
     trainer, log, _ = trainer_of(model, data, tiny_tokenizer, **saving)
@@ -261,9 +263,8 @@ def test_a_job_resumes_within_an_iteration_and_between_two_as_if_it_had_not_stop
 
 
 def test_with_adapters_the_reference_is_those_of_the_iteration_before(
-    tiny_tokenizer_dir, tiny_tokenizer, tmp_path
+    tiny_tokenizer_dir, tiny_tokenizer, data
 ):
-    data = sft_data(tiny_tokenizer, write(tmp_path / "sft.jsonl", records()))
     model = tiny_model(tiny_tokenizer_dir, LORA)
     trainer, log, _ = trainer_of(model, data, tiny_tokenizer, max_steps=7)
     items = [data[i] for i in range(4)]
@@ -301,9 +302,8 @@ def test_with_adapters_the_reference_is_those_of_the_iteration_before(
 
 
 def test_a_checkpoint_of_iterations_of_another_length_is_refused(
-    tiny_tokenizer_dir, tiny_tokenizer, tmp_path
+    tiny_tokenizer_dir, tiny_tokenizer, data
 ):
-    data = sft_data(tiny_tokenizer, write(tmp_path / "sft.jsonl", records()))
     model = tiny_model(tiny_tokenizer_dir)
     trainer, _, _ = trainer_of(model, data, tiny_tokenizer, max_epochs=1)
     state = {"step": 4, "consumed_samples": 16, "epoch": 1, "iteration": 0}
@@ -314,10 +314,9 @@ def test_a_checkpoint_of_iterations_of_another_length_is_refused(
 
 
 def test_the_alarms_know_where_an_iteration_begins(
-    tiny_tokenizer_dir, tiny_tokenizer, tmp_path, monkeypatch
+    tiny_tokenizer_dir, tiny_tokenizer, monkeypatch, data
 ):
     """A policy that is its reference orders pairs by chance, which is no reason for an alarm."""
-    data = sft_data(tiny_tokenizer, write(tmp_path / "sft.jsonl", records()))
     model = tiny_model(tiny_tokenizer_dir)
     thresholds = {"accuracy": 1.0, "identical_fraction": 0.5, "truncated_fraction": 0.1}
     trainer, log, _ = trainer_of(model, data, tiny_tokenizer, max_steps=7, alarms=thresholds)
@@ -343,10 +342,9 @@ def test_the_alarms_know_where_an_iteration_begins(
 
 
 def test_the_memory_of_keys_says_how_many_steps_respond_together(
-    tiny_tokenizer_dir, tiny_tokenizer, tmp_path, monkeypatch
+    tiny_tokenizer_dir, tiny_tokenizer, monkeypatch, data
 ):
     """With room for one response a step at a time; with room for all no more than there are."""
-    data = sft_data(tiny_tokenizer, write(tmp_path / "sft.jsonl", records()))
     cached, new_cache = [], DecodingModel.new_cache
 
     def counted(model, slots):
@@ -364,8 +362,7 @@ def test_the_memory_of_keys_says_how_many_steps_respond_together(
         cached.clear()
 
 
-def test_samples_of_the_rollouts_are_written(tiny_tokenizer_dir, tiny_tokenizer, tmp_path):
-    data = sft_data(tiny_tokenizer, write(tmp_path / "sft.jsonl", records()))
+def test_samples_of_the_rollouts_are_written(tiny_tokenizer_dir, tiny_tokenizer, data):
     model = tiny_model(tiny_tokenizer_dir)
     trainer, log, drawn = trainer_of(model, data, tiny_tokenizer, max_steps=6)
     trainer.fit()

@@ -19,8 +19,8 @@ from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.core.preference import prompt_weights, target_weights
 from nemo_aligner.data.nlp.builders import build_steerlm2_dataset
 from nemo_aligner.data.nlp.steerlm import LOG_P_ATTRIBUTES, LOG_P_RESPONSE, LOG_Q, SteerLM2Dataset
-from nemo_aligner.models.nlp.gpt import gpt_steerlm_model
-from nemo_aligner.models.nlp.gpt.gpt_steerlm_model import GPTSteerLMModel
+from nemo_aligner.models.nlp.gpt import gpt_sft_model
+from nemo_aligner.models.nlp.gpt.gpt_sft_model import GPTSteerLMModel
 from tests.data_sets import MARKS
 from tests.oracles import nemo_aligner_steerlm2_loss
 from tests.tiny_models import tiny_config
@@ -408,7 +408,7 @@ def test_responses_that_make_no_whole_micro_batches_are_refused(tiny_tokenizer_d
     with pytest.raises(ConfigError, match="micro_batch_size=3: the 4 prompts x 2 responses of"):
         model.check_responses(2)
     # With virtual pipelining micro-batches come in groups.
-    monkeypatch.setattr(gpt_steerlm_model, "micro_batch_group", lambda _model: 2)
+    monkeypatch.setattr(gpt_sft_model, "micro_batch_group", lambda _model: 2)
     model.cfg.steerlm2.micro_batch_size = 4
     model.check_responses(2)
     with pytest.raises(ConfigError, match="4 prompts x 3 .* no whole groups of 2 micro-batches"):

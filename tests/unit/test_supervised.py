@@ -19,7 +19,7 @@ from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.data.nlp.builders import build_dataloader
 from nemo_aligner.training.stop_requests import stop_requests
 from tests.cases import some_of
-from tests.ppo_fakes import fit_until_stopped
+from tests.ppo_fakes import FakeCheckpoints, FakeLogger, FakeRunTimer, fit_until_stopped
 
 GBS = 4
 
@@ -78,55 +78,26 @@ class FakeOptimizer:
         return True, abs(self.model.gradient), None
 
 
-class FakeLogger:
-    def __init__(self):
-        self.rows, self.is_final = [], False
-
-    def log_metrics(self, metrics, step=None, prefix=""):
-        self.rows.append((prefix, step, metrics))
-
-    def finalize(self):
-        self.is_final = True
-
-    def of(self, prefix):
-        return {step: metrics for p, step, metrics in self.rows if p == prefix}
-
-
-class FakeCheckpoints:
+class Checkpoints(FakeCheckpoints):
     """Keeps copies of everything that a checkpoint would hold."""
 
     def __init__(self, model, optimizer):
-        self.model, self.optimizer, self.saves, self.finished = model, optimizer, [], 0
-
-    def finish_export(self):
-        self.finished += 1
-
-    def check_save(self):
-        """Nothing is written in the background."""
-
-    def finish_save(self):
-        self.waited = len(self.saves)
+        super().__init__(model.calls)
+        self.model, self.optimizer, self.saves = model, optimizer, []
 
     def custom_save(self, monitor_candidates, is_train_end, trainer_state):
         model = (self.model.weight, self.optimizer.param_groups[0]["lr"])
-        self.saves.append(
-            SimpleNamespace(
-                candidates=monitor_candidates, end=is_train_end, state=trainer_state, model=model
-            )
-        )
+        save = {"candidates": monitor_candidates, "end": is_train_end, "state": trainer_state}
+        self.saves.append(SimpleNamespace(**save, model=model))
 
 
-class FakeTimer:
-    def __init__(self, checks=None):
-        self.starts, self.checks = 0, checks
-
-    def start_time(self):
-        self.starts += 1
-
-    def is_finished(self):
-        if self.checks is not None:
-            self.checks -= 1
-        return self.checks == 0
+def of(trainer, prefix):
+    """What was logged under `prefix`, by step."""
+    found = {}
+    for name, step, value in trainer.logger.metrics:
+        if name.startswith(prefix):
+            found.setdefault(step, {})[name.removeprefix(prefix)] = value
+    return found
 
 
 def dataloader(size, random=True, consumed=0, workers=0, drop_last=True, gbs=GBS):
@@ -183,16 +154,11 @@ def make(
         val_dataloader=val,
         test_dataloader=test,
         logger=FakeLogger(),
-        ckpt_callback=FakeCheckpoints(model, optimizer),
-        run_timer=timer or FakeTimer(),
+        ckpt_callback=Checkpoints(model, optimizer),
+        run_timer=timer or FakeRunTimer(),
         run_init_validation=run_init_validation,
         section=section,
     )
-
-
-def test_alarms_name_the_section_of_the_job():
-    assert make().alarms.section == "trainer.sft.alarms"
-    assert make(section="trainer.rm").alarms.section == "trainer.rm.alarms"
 
 
 def test_training_is_the_naive_loop():
@@ -204,7 +170,7 @@ def test_training_is_the_naive_loop():
     batches = [*sampler[0], *sampler[1]]
     assert trainer.model.batches == batches and len(batches) == 10
     for step, batch in enumerate(batches):
-        row = trainer.logger.of("train/")[step]
+        row = of(trainer, "train/")[step]
         gradient = sum(2 * (weight - x) for x in batch) / GBS
         assert row["loss"] == pytest.approx(sum((weight - x) ** 2 for x in batch) / GBS)
         assert row["lr"] == pytest.approx(lr) and row["grad_norm"] == pytest.approx(abs(gradient))
@@ -221,7 +187,7 @@ def test_training_is_the_naive_loop():
         "step",
     ]
     assert trainer.model.calls == step_calls * 10
-    assert trainer.logger.is_final and trainer.run_timer.starts == 1
+    assert trainer.logger.finalized and trainer.run_timer.started == 1
     assert (trainer.step, trainer.consumed_samples, trainer.epoch) == (10, 40, 2)
 
 
@@ -231,26 +197,22 @@ def test_validation_is_weighted_and_monitored():
         val={"validation": loader, "validation_hard": dataloader(4, random=False)}, max_epochs=1
     )
     trainer.fit()
-    assert (
-        set(trainer.logger.of("validation/"))
-        == {2, 4, 5}
-        == set(trainer.logger.of("validation_hard/"))
-    )
-    last = trainer.logger.of("validation/")[5]
+    assert set(of(trainer, "validation/")) == {2, 4, 5} == set(of(trainer, "validation_hard/"))
+    last = of(trainer, "validation/")[5]
     assert set(last) == {"loss", "acc"}
-    assert last["acc"] == pytest.approx(2.5) and trainer.logger.of("validation_hard/")[5][
+    assert last["acc"] == pytest.approx(2.5) and of(trainer, "validation_hard/")[5][
         "acc"
     ] == pytest.approx(1.5)
     assert last["loss"] == pytest.approx(
         sum((trainer.model.weight - x) ** 2 for x in range(6)) / 6
     )
-    assert trainer.logger.of("timers/")[5]["validation_time"] >= 0
+    assert of(trainer, "timers/")[5]["validation_time"] >= 0
     middle, end = trainer.ckpt_callback.saves
     assert (middle.end, end.end) == (False, True)
     place = {"global_batch_size": GBS, "passes": 0, "used": 16}
     assert middle.state == {"step": 4, "consumed_samples": 16, "epoch": 0, **place}
     assert end.candidates["val_loss"] == last["loss"] and end.candidates["step"] == 5
-    assert end.candidates["train_loss"] == trainer.logger.of("train/")[4]["loss"]
+    assert end.candidates["train_loss"] == of(trainer, "train/")[4]["loss"]
     assert (
         "prepare_for_validation_step" in trainer.model.calls
         and "finish_validation_step" in trainer.model.calls
@@ -272,13 +234,10 @@ def test_the_model_summarizes_means_and_the_held_out_numbers_are_kept():
     trainer = make(**loaders, max_epochs=1)
     trainer.model.summary = lambda metrics: {"twice": 2 * metrics["acc"]} if metrics else {}
     trainer.fit()
-    assert trainer.logger.of("validation/")[5] == {
-        "twice": 5.0
-    }  # twice the mean of 0..5, not a mean of batches
+    # Twice the mean of 0..5, not a mean of batches.
+    assert of(trainer, "validation/")[5] == {"twice": 5.0}
     assert trainer.held_out == {"validation": ({"twice": 5.0}, 6.0), "test": ({"twice": 3.0}, 4.0)}
-    assert trainer.logger.of("train/")[0]["twice"] == pytest.approx(
-        sum(trainer.model.batches[0]) / 2
-    )
+    assert of(trainer, "train/")[0]["twice"] == pytest.approx(sum(trainer.model.batches[0]) / 2)
     assert trainer.ckpt_callback.saves[-1].candidates["val_twice"] == 5.0
 
 
@@ -298,11 +257,9 @@ def test_limits_intervals_and_final_test():
         2,
     )
     trainer.fit()
-    assert set(trainer.logger.of("validation/")) == {0, 2, 4, 6} and set(
-        trainer.logger.of("test/")
-    ) == {6}
-    assert trainer.logger.of("validation/")[0]["acc"] == 1.5  # the first batch alone
-    assert trainer.logger.of("test/")[6]["acc"] == 3.5  # all of it
+    assert set(of(trainer, "validation/")) == {0, 2, 4, 6} and set(of(trainer, "test/")) == {6}
+    assert of(trainer, "validation/")[0]["acc"] == 1.5  # the first batch alone
+    assert of(trainer, "test/")[6]["acc"] == 3.5  # all of it
     assert not trainer.ckpt_callback.saves
     assert len(make(max_steps=3).model.batches) == 0 and make(max_steps=3).max_steps == 3
     assert make(max_epochs=None, max_steps=7).max_steps == 7
@@ -313,18 +270,11 @@ def test_intervals_of_parts_of_an_epoch():
     trainer = make(val=dataloader(4, random=False), val_check_interval=0.5, save_interval=0.5)
     trainer.fit()  # 2 epochs of 5 steps
     assert [save.state["step"] for save in trainer.ckpt_callback.saves] == [2, 4, 6, 8, 10]
-    assert sorted(trainer.logger.of("validation/")) == [2, 4, 6, 8, 10]
-    saving = make(
-        train=dataloader(140),
-        val=dataloader(4, random=False),
-        val_check_interval=0.1,
-        save_interval=0.5,
-    )
+    assert sorted(of(trainer, "validation/")) == [2, 4, 6, 8, 10]
+    saving = make(train=dataloader(140), val_check_interval=0.1, save_interval=0.5)
     assert (saving.num_steps_per_epoch, saving.val_check_interval) == (35, 3)
     assert saving.save_interval == 17
     assert make(save_interval=0.01, val_check_interval=0).save_interval == 1
-    with pytest.raises(ConfigError, match="save_interval=2.5: a float is a part of an epoch"):
-        make(save_interval=2.5)
 
 
 def test_a_save_that_is_due_has_a_validation():
@@ -333,7 +283,7 @@ def test_a_save_that_is_due_has_a_validation():
     trainer.fit()
     saves = trainer.ckpt_callback.saves
     assert [save.state["step"] for save in saves] == [3, 6, 9, 10]
-    assert sorted(trainer.logger.of("validation/")) == [3, 4, 6, 8, 9, 10]
+    assert sorted(of(trainer, "validation/")) == [3, 4, 6, 8, 9, 10]
     assert all("val_loss" in save.candidates for save in saves)
 
 
@@ -346,7 +296,7 @@ def test_a_save_without_a_validation_has_no_metric_of_one(monkeypatch):
     trainer = make(val=dataloader(4, random=False))
     assert fit_until_stopped(trainer) is signalled
     (save,) = trainer.ckpt_callback.saves
-    assert trainer.step == 3 and 2 in trainer.logger.of("validation/")
+    assert trainer.step == 3 and 2 in of(trainer, "validation/")
     assert "train_loss" in save.candidates and "val_loss" not in save.candidates
 
 
@@ -366,8 +316,8 @@ def test_a_job_that_died_before_its_test_scores_it():
     trainer = make(test=dataloader(8, random=False))
     trainer.load_state_dict({"step": 10, "consumed_samples": 40, "epoch": 2})
     trainer.fit()
-    assert trainer.logger.of("test/")[10]["acc"] == 3.5 and trainer.logger.is_final
-    assert not trainer.model.batches and trainer.ckpt_callback.finished == 1
+    assert of(trainer, "test/")[10]["acc"] == 3.5 and trainer.logger.finalized
+    assert not trainer.model.batches and "finish_export" in trainer.model.calls
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -419,7 +369,7 @@ def test_another_batch_size_goes_on_in_samples(sizes, rests, workers):
         state = copy.deepcopy(trainer.ckpt_callback.saves[-1].state)
         assert state["consumed_samples"] == trainer.consumed_samples
         seen += [index for batch in trainer.model.batches for index in batch]
-        rows += trainer.logger.of("train/").values()
+        rows += of(trainer, "train/").values()
     generator = torch.Generator()
     expected = []
     for epoch, rest in enumerate(rests):
@@ -439,12 +389,6 @@ def test_an_old_checkpoint_says_its_position_by_its_counters():
     assert trainer.consumed_samples == 12 + 6 + 10 and trainer.epoch == 3
 
 
-def test_what_counts_batches_refuses_another_size():
-    trainer = make(train=dataloader(10, gbs=2), limit_train_batches=3)
-    with pytest.raises(ConfigError, match="batch has 2 items .*checkpoint 4"):
-        trainer.load_state_dict({"step": 1, "consumed_samples": 4, "epoch": 0})
-
-
 @pytest.mark.parametrize(
     ("asked", "said"),
     [(60, "max_steps=60 is not reached.* after step 10, .* 5 steps in an epoch.*max_epochs=12"),
@@ -457,31 +401,25 @@ def test_steps_that_the_data_do_not_reach_are_said_at_the_start(asked, said, mon
     assert len(lines) == bool(said) and (said is None or re.search(said, lines[0]))
 
 
-def test_time_limit_saves_and_stops_without_the_end(monkeypatch):
-    trainer = make(timer=FakeTimer(checks=3), val=dataloader(4, random=False))
+def test_time_limit_saves_and_stops_without_the_end():
+    trainer = make(timer=FakeRunTimer(3), val=dataloader(4, random=False))
     assert fit_until_stopped(trainer).code == ExitCode.TIME
     (save,) = trainer.ckpt_callback.saves
     assert trainer.step == 3 and not save.end and "val_loss" in save.candidates
-    trainer = make()
-    trainer.load_state_dict({"step": 10, "consumed_samples": 40, "epoch": 2})
-    lines = []
-    monkeypatch.setattr(logging, "warning", lambda message, *_args: lines.append(message))
-    trainer.fit()
-    said = (
-        "step 10 of 10: training is already complete, nothing was trained; raise trainer.sft.max"
-    )
-    assert len(lines) == 1 and said in lines[0]
-    assert not trainer.model.batches and not trainer.ckpt_callback.saves
 
 
 def test_refusals():
     with pytest.raises(ConfigError, match="2 epochs need a random sampler"):
         make(train=dataloader(22, random=False))
-    assert make(train=dataloader(22, random=False), max_epochs=1).max_steps == 5
     with pytest.raises(ConfigError, match="max_epochs=null needs max_steps"):
         make(max_epochs=None)
     with pytest.raises(ConfigError, match="leaves no batch"):
         make(limit_train_batches=0)
+    with pytest.raises(ConfigError, match="save_interval=2.5: a float is a part of an epoch"):
+        make(save_interval=2.5)
+    trainer = make(train=dataloader(10, gbs=2), limit_train_batches=3)
+    with pytest.raises(ConfigError, match="batch has 2 items .*checkpoint 4"):
+        trainer.load_state_dict({"step": 1, "consumed_samples": 4, "epoch": 0})
     trainer = make(train=dataloader(22, random=False), max_epochs=1)
     trainer.load_state_dict({"step": 5, "consumed_samples": 20, "epoch": 1})
     trainer.max_steps = 7

@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
-from nemo_aligner.models.nlp.gpt.tokenizers import BUILDERS, LIBRARIES, build_tokenizer
+from nemo_aligner.models.nlp.gpt.tokenizers import build_tokenizer
 from tests.tiny_models import tiny_config
 
 TEXT = "the film was bad. Ünïcode & 123\n"
@@ -104,19 +104,6 @@ def test_special_tokens_of_sentencepiece(tiny_sentencepiece_model):
             build(**common, **{key: {"additional_special_tokens": ["<a>", "<b>"]}})
 
 
-def test_tiktoken(tmp_path, monkeypatch):
-    with pytest.raises(UserError, match="tokenizer.vocab_file=None does not exist"):
-        build(library="tiktoken", type="tiktoken")
-    (tmp_path / "vocab.json").write_text("[]")
-    section = {"library": "tiktoken", "vocab_file": str(tmp_path / "vocab.json")}
-    if importlib.util.find_spec("tiktoken") is None:
-        with pytest.raises(UserError, match="pip install tiktoken"):
-            build(**section)
-    else:
-        with pytest.raises(UserError, match="not a vocabulary of tiktoken"):
-            build(**section)
-
-
 @pytest.mark.skipif(importlib.util.find_spec("tiktoken") is None, reason="needs tiktoken")
 def test_tiktoken_reads_nemos_vocabulary(tmp_path):
     file = write_tiktoken_vocabulary(tmp_path / "vocab.json")
@@ -159,20 +146,15 @@ def write_tiktoken_vocabulary(file):
             {"library": "byte-level", "additional_special_tokens": ["a"]},
             "additional_special_tokens=.*cannot be added with model.tokenizer.library=byte-level",
         ),
+        ({"library": "tiktoken"}, "tokenizer.vocab_file=None does not exist"),
+        ({"library": "tiktoken", "vocab_file": __file__}, "tiktoken"),
+        (
+            {"library": "megatron", "type": "GPT2BPETokenizer"}
+            | dict.fromkeys(("vocab_file", "merge_file"), __file__),
+            "cannot be read as GPT-2's BPE",
+        ),
     ],
 )
 def test_what_cannot_be_built_is_refused(section, message):
     with pytest.raises(UserError, match=message):
         build(**section)
-
-
-def test_bad_files_are_named(gpt2_files, tmp_path):
-    (tmp_path / "text").write_text("not JSON")
-    files = gpt2_files | {"vocab_file": str(tmp_path / "text")}
-    with pytest.raises(UserError, match="cannot be read as GPT-2's BPE"):
-        build(library="megatron", type="GPT2BPETokenizer", **files)
-
-
-def test_the_list_of_libraries_is_the_one_that_is_used():
-    assert {name for name, library in LIBRARIES.items() if library.reads} == set(BUILDERS)
-    assert all(library.reads or library.note for library in LIBRARIES.values())

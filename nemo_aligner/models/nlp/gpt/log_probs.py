@@ -8,6 +8,7 @@ import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from operator import attrgetter
 from typing import Any, ClassVar
 
 import torch
@@ -106,11 +107,7 @@ class LogProbsMixin(NLPAdapterModelMixin):
         return metrics["loss"], metrics
 
     def compute_sft_loss(
-        self,
-        batch: SFTBatch,
-        forward_only: bool,
-        loss_reduction: str,
-        micro_batch_size: int,
+        self, batch: SFTBatch, forward_only: bool, loss_reduction: str, micro_batch_size: int
     ) -> tuple[float, dict[str, float]]:
         """Negative log-likelihood of the labels of a global batch, and its gradient unless
         `forward_only`; all ranks call it with their share. Metrics: `loss`, and `weights`, the
@@ -172,14 +169,11 @@ class ReferencePolicyMixin(LogProbsMixin):
     _is_reference = False  # the present weights are the reference's
     without_reference = ""  # what to do instead, for the message of `check_reference_policy`
 
-    @property
-    def ref_policy_state_dict(self) -> dict[str, Tensor] | None:
-        """`init_policy_state_dict`, by the name in NeMo-Aligner's models of DPO and KTO."""
-        return self.init_policy_state_dict
-
-    @ref_policy_state_dict.setter
-    def ref_policy_state_dict(self, weights: dict[str, Tensor] | None) -> None:
-        self.init_policy_state_dict = weights
+    # `init_policy_state_dict`, by the name in NeMo-Aligner's models of DPO and KTO.
+    ref_policy_state_dict = property(
+        attrgetter("init_policy_state_dict"),
+        lambda self, weights: setattr(self, "init_policy_state_dict", weights),
+    )
 
     def set_reference_policy(self) -> None:
         """Keep a copy of the present weights as the reference policy, before a checkpoint is

@@ -1,21 +1,32 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
 """`MegatronGPTDPOModel`: a policy that learns from preference pairs without a reward model (DPO,
-IPO, RPO); and what it shares with SPIN. B pairs on this data-parallel rank, S padded length.
+IPO, RPO), and what it shares with SPIN; `MegatronGPTKTOModel`: one that learns from single
+responses, desirable or not. B pairs, or samples, on this data-parallel rank, S padded length.
 """
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, ClassVar
 
 from lightning.pytorch import Trainer
 from omegaconf import DictConfig
 from torch import Tensor
 
-from nemo_aligner.core.preference import dpo_loss, interleave, likelihood_fall, reward_statistics
-from nemo_aligner.core.types import DirectPairBatch
+from nemo_aligner.core.preference import (
+    dpo_loss,
+    interleave,
+    kto_loss,
+    kto_statistics,
+    likelihood_fall,
+    log_ratios,
+    reward_statistics,
+)
+from nemo_aligner.core.types import DirectPairBatch, LabelledResponseBatch
 from nemo_aligner.models.alignable_interface import SupervisedInterface
 from nemo_aligner.models.nlp.gpt.log_probs import ReferencePolicyMixin
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import weights_of_samples
+from nemo_aligner.parallel.collectives import sum_over_dp
 from nemo_aligner.training.megatron_steps import Batch
 
 
@@ -100,6 +111,16 @@ class DirectPreferenceMixin(ReferencePolicyMixin, SupervisedInterface):
         return summary
 
 
+def _loss_settings(section: DictConfig, *own: str) -> dict[str, Any]:
+    """Arguments of the loss of DPO or KTO: `own`, and those that both have."""
+    same = "preference_loss_weight sft_loss_weight sft_average_log_probs".split()
+    return {
+        "beta": section.ref_policy_kl_penalty,
+        "average_log_probs": section.preference_average_log_probs,
+        **{name: section[name] for name in (*same, *own)},
+    }
+
+
 class MegatronGPTDPOModel(DirectPreferenceMixin):
     """Policy of DPO on Megatron Core; its reference is in host memory, or its adapters' base."""
 
@@ -108,14 +129,79 @@ class MegatronGPTDPOModel(DirectPreferenceMixin):
     def __init__(self, cfg: DictConfig, trainer: Trainer | None = None):
         super().__init__(cfg, trainer=trainer)
         dpo = self.cfg.dpo
-        self.loss_settings = {
-            "beta": dpo.ref_policy_kl_penalty,
-            "preference_loss": dpo.preference_loss,
-            "label_smoothing": dpo.label_smoothing,
-            "average_log_probs": dpo.preference_average_log_probs,
-            "preference_loss_weight": dpo.preference_loss_weight,
-            "sft_loss_weight": dpo.sft_loss_weight,
-            "sft_average_log_probs": dpo.sft_average_log_probs,
-        }
+        self.loss_settings = _loss_settings(dpo, "preference_loss", "label_smoothing")
         self.gt_reward_scale = dpo.gt_reward_scale
         self.forward_micro_batch_size = 2 * dpo.log_prob_forward_micro_batch_size
+
+
+class MegatronGPTKTOModel(ReferencePolicyMixin, SupervisedInterface):
+    """Policy of KTO on Megatron Core; its reference is in host memory, or its adapters' base.
+    `loss_settings`: arguments of `core.preference.kto_loss`.
+    """
+
+    CONFIG_NAME = "gpt_kto"
+    REFERENCE_COLUMNS: ClassVar[Mapping[str, str]] = {
+        "ref_policy_log_probs_samples": "sample_mask",
+        "ref_policy_log_probs_kl_samples": "kl_sample_mask",
+    }
+
+    def __init__(self, cfg: DictConfig, trainer: Trainer | None = None):
+        super().__init__(cfg, trainer=trainer)
+        kto = self.cfg.kto
+        own = "desirable_loss_weight", "undesirable_loss_weight"
+        self.loss_settings = _loss_settings(kto, *own)
+        self.forward_micro_batch_size = kto.log_prob_forward_micro_batch_size
+
+    def reference_point(self, batch: LabelledResponseBatch, weights: Tensor) -> Tensor:
+        """How far the policy is from its reference: the mean of `log_ratios` over the mismatched
+        samples of the global batch, at least 0 (arXiv:2402.01306, section 4.1); float32, a scalar
+        without a gradient, equal on every rank and at every split (NeMo-Aligner's is the mean over
+        ranks of a micro-batch's, each at least 0). All ranks call it, with the weights float32
+        `[B]` of the samples; the policy is in evaluation mode afterwards.
+        """
+        self.set_eval()
+        logprobs = self.get_inference_log_probs(
+            batch["kl_samples"], response_lengths=batch["kl_sample_length"]
+        )
+        ratios = log_ratios(
+            logprobs=logprobs,
+            ref_logprobs=batch["ref_policy_log_probs_kl_samples"].to(logprobs.device),
+            mask=batch["kl_sample_mask"][:, 1:].to(logprobs.device),
+            weights=weights,
+            average_log_probs=self.loss_settings["average_log_probs"],
+        )
+        return sum_over_dp((weights * ratios).sum()).clamp(min=0)
+
+    def get_loss_and_metrics(
+        self, batch: LabelledResponseBatch, forward_only: bool = False
+    ) -> tuple[float, dict[str, float]]:
+        """KTO loss of a global batch with the log-probs of the reference policy
+        (`get_ref_policy_logprobs`), and its gradient unless `forward_only`; all ranks call it with
+        their share. The mismatched samples have a forward pass of their own before. Metrics, over
+        the samples that count: those of `kto_loss`, `kl` (the reference point) and `weights`.
+        """
+        self._check_reference_columns(batch)
+        weights, count = weights_of_samples(batch["loss_mask"])
+        reference_point = self.reference_point(batch, weights)
+        if not forward_only:
+            self.set_train()
+        columns = {
+            "tokens": batch["samples"],
+            "mask": batch["sample_mask"][:, 1:],  # column t predicts token t+1
+            "ref_logprobs": batch["ref_policy_log_probs_samples"],
+            "weights": weights,
+            "desirable": batch["preference"],
+        }
+        loss, metrics = self.compute_loss(
+            partial(kto_loss, reference_point=reference_point, **self.loss_settings),
+            columns,
+            forward_only,
+            lengths=batch["sample_length"],
+        )
+        metrics["kl"] = float(reference_point)
+        metrics["weights"] = count
+        return loss, metrics
+
+    def summarize_metrics(self, metrics: Mapping[str, float | Tensor]) -> dict[str, float]:
+        """Replace the sums of both kinds of samples by their means (`kto_statistics`)."""
+        return kto_statistics(super().summarize_metrics(metrics))

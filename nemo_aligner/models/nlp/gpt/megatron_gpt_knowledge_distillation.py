@@ -67,7 +67,7 @@ class TopKTeacherModel(MegatronGPTModel):
 
 class GPTKnowledgeDistillationModel(NLPAdapterModelMixin, MegatronGPTModel, SupervisedInterface):
     """Student of a teacher whose largest logits stand beside the data, or are served
-    (`algorithms/on_policy_distillation.py`).
+    (`algorithms/distillation.py`).
 
     Attributes:
         loss_settings: arguments of `core.losses.distillation_loss`.

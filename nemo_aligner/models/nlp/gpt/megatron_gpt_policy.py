@@ -1,10 +1,13 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""`MegatronGPTPolicyModel`: a policy that generates responses and is trained on them, in turns."""
+"""`MegatronGPTPolicyModel`: a policy that generates responses and is trained on them, in turns;
+the policies of PPO, REINFORCE and rejection sampling are this one with a loss.
+"""
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,18 +20,30 @@ from omegaconf import DictConfig
 from torch import Tensor
 
 from nemo_aligner.config.rollout_rules import asked_reshard, generation_sizes
+from nemo_aligner.core.advantages import spread_over_response
 from nemo_aligner.core.errors import ConfigError
+from nemo_aligner.core.losses import loss_weights, ppo_actor_loss, reinforce_loss, sft_loss
 from nemo_aligner.core.tensors import sample_seeds
-from nemo_aligner.core.types import InferenceBatch, Rollout
+from nemo_aligner.core.types import (
+    InferenceBatch,
+    PPOTrainBatch,
+    ReinforceTrainBatch,
+    Rollout,
+    RSTrainBatch,
+)
 from nemo_aligner.data.nlp.record_encoder import chat_end_strings
 from nemo_aligner.generation import GenerationOutput, GenerationParams, MegatronGenerator
 from nemo_aligner.generation.interface import Environment, Prompts
 from nemo_aligner.generation.resharding import divided, gather_stages, reshard, undivided
 from nemo_aligner.generation.split import Split, regrouped, training_split
-from nemo_aligner.models.alignable_interface import AlignableGenerativeInterface
-from nemo_aligner.models.nlp.gpt.log_probs import LogProbsMixin
+from nemo_aligner.models.alignable_interface import (
+    AlignableGenerativeInterface,
+    PolicyWithReference,
+)
+from nemo_aligner.models.nlp.gpt.log_probs import LogProbsMixin, ReferencePolicyMixin
 from nemo_aligner.models.nlp.gpt.megatron_additions import add_to_module
 from nemo_aligner.models.nlp.gpt.megatron_layers import build_layer_spec
+from nemo_aligner.parallel.collectives import sum_over_dp
 from nemo_aligner.parallel.device import get_device
 
 
@@ -240,3 +255,113 @@ def _rollout(generated: GenerationOutput, prompt_lengths: Tensor) -> Rollout:
         rollout["observed"] = generated.observed
         rollout["token_rewards"] = generated.token_rewards
     return rollout
+
+
+# ------------------------------------------------------------------------- policies with a loss
+
+# Arguments of `ppo_actor_loss` that are keys of `model.ppo`.
+PPO_SETTINGS = """
+    entropy_bonus ratio_eps ratio_eps_high policy_loss dual_clip kl_loss_coef kl_loss_estimator
+""".split()
+
+
+class MegatronGPTActorModel(ReferencePolicyMixin, MegatronGPTPolicyModel, PolicyWithReference):
+    """Policy of PPO on Megatron Core. Log-probs: fp32, at the sampling temperature.
+
+    Attributes:
+        entropy_bonus, and all in `PPO_SETTINGS`; surrogate_of: arguments of `ppo_actor_loss`.
+        train_on_truncated: responses that did not end count in the loss too.
+    """
+
+    CONFIG_NAME = "gpt_ppo_actor"
+    SECTION = "ppo"
+    without_reference = (
+        ", or set trainer.ppo.initial_policy_kl_penalty=0 (and model.ppo.kl_loss_coef=0)"
+    )
+
+    kl_loss_coef: float
+    kl_loss_estimator: str
+    surrogate_of: Callable[..., Tensor] | None = None
+
+    def __init__(self, cfg: DictConfig, trainer: Trainer | None = None):
+        super().__init__(cfg, trainer=trainer)
+        for name in PPO_SETTINGS:
+            setattr(self, name, self.settings[name])
+        self.train_on_truncated: bool = self.settings.train_on_truncated
+        if self.kl_loss_coef and self.kl_loss_estimator == "k1":
+            logging.warning(
+                "model.ppo.kl_loss_estimator=k1 has a gradient of 0 on average: it does not hold "
+                "the policy to the reference; k2 and k3 do."
+            )
+        self.take_logprobs_as_sampled()
+
+    def get_loss_and_metrics(
+        self, batch: PPOTrainBatch, forward_only: bool = False
+    ) -> tuple[float, dict[str, float]]:
+        """PPO loss (`core.losses.ppo_actor_loss`) of a global batch, and its gradient unless
+        `forward_only`, over the samples whose response ended (`is_end`) unless
+        `train_on_truncated`; all ranks call it with their share.
+        """
+        mask = batch["mask"]
+        if not self.train_on_truncated:
+            mask = mask * batch["is_end"].unsqueeze(-1)
+        columns = {
+            "tokens": batch["response_tokens"],
+            "advantages": batch["advantages"],
+            "prev_logprobs": batch["prev_logprobs"],
+        }
+        if self.kl_loss_coef:
+            columns["ref_logprobs"] = batch["init_logprobs"]
+        if "old_kl_coefs" in batch:
+            columns["old_kl_coefs"] = batch["old_kl_coefs"]
+        if self.loss_reduction == "constant":  # its weights do not add up to 1
+            columns["metric_weights"] = loss_weights(mask, sum_over_dp=sum_over_dp)
+        settings = {name: getattr(self, name) for name in (*PPO_SETTINGS, "surrogate_of")}
+        return self.compute_loss(
+            partial(ppo_actor_loss, **settings), columns, forward_only, mask=mask
+        )
+
+
+class MegatronGPTReinforceActorModel(
+    ReferencePolicyMixin, MegatronGPTPolicyModel, PolicyWithReference
+):
+    """Policy of REINFORCE on Megatron Core; section `model` of `gpt_reinforce_actor.yaml`."""
+
+    CONFIG_NAME = "gpt_reinforce_actor"
+    SECTION = "reinforce"
+    without_reference = ", or set trainer.reinforce.initial_policy_kl_penalty=0"
+
+    def __init__(self, cfg: DictConfig, trainer: Trainer | None = None):
+        super().__init__(cfg, trainer=trainer)
+        self.take_logprobs_as_sampled()
+
+    def get_loss_and_metrics(
+        self, batch: ReinforceTrainBatch, forward_only: bool = False
+    ) -> tuple[float, dict[str, float]]:
+        """REINFORCE loss (`reinforce_loss`) of a global batch, over samples whose response ended
+        (`is_end`), and its gradient unless `forward_only`; all ranks call it with their share.
+        """
+        mask = batch["mask"] * batch["is_end"].unsqueeze(-1)
+        columns = {
+            "tokens": batch["response_tokens"],
+            "advantages": spread_over_response(batch["rewards_with_kl"] - batch["baseline"], mask),
+        }
+        return self.compute_loss(reinforce_loss, columns, forward_only, mask=mask)
+
+
+class MegatronGPTRSModel(MegatronGPTPolicyModel):
+    """The policy of rejection sampling, which learns its own best responses. Its log-probs are at
+    temperature 1: the loss is the likelihood under the model.
+    """
+
+    CONFIG_NAME = "gpt_rs_actor"
+    SECTION = "rs"
+
+    def get_loss_and_metrics(
+        self, batch: RSTrainBatch, forward_only: bool = False
+    ) -> tuple[float, dict[str, float]]:
+        """Negative log-likelihood (`core.losses.sft_loss`) of the responses in a global batch, and
+        its gradient unless `forward_only`; all ranks call it with their share.
+        """
+        columns = {"tokens": batch["response_tokens"]}
+        return self.compute_loss(sft_loss, columns, forward_only, mask=batch["mask"])
