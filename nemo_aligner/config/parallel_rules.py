@@ -272,14 +272,19 @@ def check_recomputation(v: Values, complete: bool) -> None:
     """Check `model.activations_checkpoint_*`; `complete` as in `rules.check_values`. What has no
     effect is accepted, as in NeMo-Aligner; `inert_keys.py` has a warning.
     """
-    granularity = v.get(RECOMPUTE + "granularity")
-    for key, give in (("method", "uniform or block"), ("num_layers", "a number of layers")):
-        if granularity == "full" and complete and not v.has(RECOMPUTE + key):
-            raise ConfigError(
-                f"{RECOMPUTE}granularity=full needs {RECOMPUTE}{key}, not set; give {give}."
-            )
-    if granularity == "selective" and v.has(RECOMPUTE + "num_layers"):
-        raise v.error(
-            RECOMPUTE + "num_layers",
-            "is only for granularity=full; selective recomputes the attention of every layer.",
+    names = {
+        name.upper(): f"{RECOMPUTE}{name}" for name in ("granularity", "method", "num_layers")
+    }
+    if complete:
+        v.refuse(
+            """
+            GRANULARITY=full & METHOD=null | needs METHOD, not set; give uniform or block
+            GRANULARITY=full & NUM_LAYERS=null | needs NUM_LAYERS, not set; give a number of layers
+            """,
+            **names,
         )
+    v.refuse(
+        """NUM_LAYERS!=null & GRANULARITY=selective | is only for granularity=full; selective
+        recomputes the attention of every layer""",
+        **names,
+    )

@@ -68,29 +68,26 @@ def check_source_of_rewards(remote: Mapping) -> None:
 
 def check_reward_standardization(model: Mapping) -> None:
     """Check the mean and the standard deviation; `model` is completed, here and below."""
-    given, section = model["reward_standardization"], "model.reward_standardization"
-    if not given or not given["enable"]:
-        return
-    v = Values({"model": {"reward_standardization": dict(given)}})
-    for name in ("mean", "std"):
-        if given[name] is None:
-            raise ConfigError(f"{section}.{name} is not set; {section}.enable=True needs it.")
-    v.number(f"{section}.mean")
-    v.number(f"{section}.std", 0, above=True)
+    Values({"model": model}).refuse(
+        """
+        SECTION.mean=null or SECTION.std=null & SECTION.enable | ; {} needs it
+        SECTION.std<=0 & SECTION.enable | must be above 0
+        """,
+        SECTION="model.reward_standardization",
+    )
 
 
-def check_attributes_are_merged(regression: Mapping) -> None:
-    attributes = regression["num_attributes"]
-    if attributes > 1 and not regression["merge_attributes"]:
-        raise ConfigError(
-            f"this reward model gives {attributes} attributes (model.regression.num_attributes), "
-            "but a reward is one number; set model.regression.merge_attributes=True, and "
-            f"attribute_weights to {attributes} numbers unless they all count the same."
-        )
+def check_attributes_are_merged(model: Mapping) -> None:
+    Values({"model": model}).refuse(
+        f"""model.regression.num_attributes>1 & !model.regression.merge_attributes | : this reward
+        model gives {model["regression"]["num_attributes"]} attributes, but a reward is one number;
+        set model.regression.merge_attributes=True, and attribute_weights to as many numbers unless
+        they all count the same"""
+    )
 
 
 def check_one_reward_per_sample(model: Mapping) -> None:
-    check_attributes_are_merged(model["regression"])
+    check_attributes_are_merged(model)
     served_attributes(model)
 
 
@@ -98,28 +95,22 @@ def served_attributes(model: Mapping) -> int:
     """How many numbers a reward model gives for each sample: its attributes, or their sum.
     `ConfigError`: it has weights that it does not use, or gives a number per token.
     """
+    Values({"model": model}).refuse("""
+        model.regression.attribute_weights!=null & !model.regression.merge_attributes | has an
+            effect only when attributes are merged; set model.regression.merge_attributes=True
+        model.output_sequence | gives a number per token, as a critic does, but a reward is one
+            number per sample; serve a reward model, or set it to False (inference.rewards_per
+            gives rewards of steps and tokens)
+    """)
     regression = model["regression"]
-    weights = regression["attribute_weights"]
-    if weights is not None and not regression["merge_attributes"]:
-        raise ConfigError(
-            f"model.regression.attribute_weights={list(weights)} has an effect only when "
-            "attributes are merged; set model.regression.merge_attributes=True."
-        )
-    if model["output_sequence"]:
-        raise ConfigError(
-            "model.output_sequence=True gives a number per token, as a critic does, but a reward "
-            "is one number per sample; serve a reward model, or set it to False "
-            "(inference.rewards_per gives rewards of steps and tokens)."
-        )
     return 1 if regression["merge_attributes"] else int(regression["num_attributes"])
 
 
 def check_scores_of_tokens(model: Mapping) -> None:
-    if model["use_avg_pool"]:
-        raise ConfigError(
-            "model.use_avg_pool=True: this reward model scores the mean over all tokens, not "
-            "single ones; set inference.rewards_per=response."
-        )
+    Values({"model": model}).refuse(
+        """model.use_avg_pool | : this reward model scores the mean over all tokens, not single
+        ones; set inference.rewards_per=response"""
+    )
 
 
 def check_serving(values: Values, section: str) -> None:

@@ -75,7 +75,7 @@ GRPO; M.environment.port=5600; T.overlong_buffer_len=64 -> overlong_buffer_len=6
 T.advantage_estimator=teacher; SEPARATE; T.initial_policy_kl_penalty=0 ->
     advantage_estimator=teacher learns from a teacher alone & teacher_kl_coef=0 ->
     T.teacher_kl_coef=1
-TEACHER; T.initial_policy_kl_penalty=0.01 -> initial_policy_kl_penalty=0.01 is part of the reward
+TEACHER; T.initial_policy_kl_penalty=0.01 -> initial_policy_kl_penalty=0.01 is part of the total
     -> T.initial_policy_kl_penalty=0
 TEACHER; R.reward_model.port=5999 -> reward_model={'name': 'reward_model' & is not asked & in
     remote_critic_rm -> R.reward_model.port=5555
@@ -104,10 +104,10 @@ T.dynamic_sampling_rounds=2 -> dynamic_sampling_rounds=2 & advantage_estimator=g
 M.dual_clip=1 -> dual_clip=1 & above 1 -> M.dual_clip=null
 M.policy_loss=gspo -> policy_loss=gspo & loss_reduction=token & set loss_reduction=sequence ->
     M.loss_reduction=sequence
-M.policy_loss=cispo; M.dual_clip=3 -> dual_clip=3 is for policy_loss=clip, gspo, not cispo ->
+M.policy_loss=cispo; M.dual_clip=3 -> dual_clip=3 is for policy_loss=clip & =cispo ->
     M.dual_clip=null
-M.policy_loss=sapo; M.ratio_eps_high=0.28 -> ratio_eps_high=0.28 is for policy_loss=clip, gspo,
-    cispo, gmpo, not sapo -> M.ratio_eps_high=null
+M.policy_loss=sapo; M.ratio_eps_high=0.28 -> ratio_eps_high=0.28 is for policy_loss=clip & =sapo
+    -> M.ratio_eps_high=null
 M.policy_loss=gmpo; M.loss_reduction=sequence -> policy_loss=gmpo & Use grpo, dr_grpo or rloo ->
     GRPO
 M.policy_loss=sapo; T.loss=mine.py:loss -> T.loss=mine.py:loss takes the place of
@@ -132,7 +132,7 @@ T.trt_llm.enable=True; T.trt_llm.reshard=True; model.peft.peft_scheme=lora;
     model.peft.merge_for_generation=False -> M.generation.reshard=auto & merge_for_generation=False
     -> T.trt_llm.enable=False
 T.target_kl=0 -> target_kl=0 & above 0 -> T.target_kl=null
-T.overlong_buffer_len=5000 -> 5000 & set it to at most 2048 -> T.overlong_buffer_len=2048
+T.overlong_buffer_len=5000 -> 5000 & max_length=2048; lower it -> T.overlong_buffer_len=2048
 T.adaptive_kl.enable=True; T.adaptive_kl.target=null -> T.adaptive_kl.target is not set ->
     T.adaptive_kl.enable=False
 T.adaptive_kl.enable=True; T.adaptive_kl.horizon=null -> T.adaptive_kl.horizon is not set ->
