@@ -7,11 +7,14 @@ from typing import Any
 
 from nemo_aligner.config import access
 from nemo_aligner.config.fields import Configuration
-from nemo_aligner.config.judge_rules import read_web_rewards
 from nemo_aligner.config.keys.common import PARALLEL
 from nemo_aligner.config.keys.rollouts import Environment
 from nemo_aligner.config.parallel_rules import EP_REMEDY
-from nemo_aligner.config.server_rules import check_kind_of_rewards, read_reward_models
+from nemo_aligner.config.server_rules import (
+    check_kind_of_rewards,
+    read_reward_models,
+    read_web_rewards,
+)
 from nemo_aligner.config.values import Values, require_multiple
 from nemo_aligner.core.errors import ConfigError
 

@@ -17,7 +17,7 @@ from nemo_aligner.config.inert_keys import check_later, refuse_model_values
 from nemo_aligner.config.jobs import JOBS
 from nemo_aligner.config.keys.common import PARAMS
 from nemo_aligner.config.optim_rules import check_optim
-from nemo_aligner.config.peft_rules import check_peft, trains_adapters
+from nemo_aligner.config.peft_rules import check_peft
 from nemo_aligner.config.values import Values, resolved
 from nemo_aligner.core.errors import ConfigError
 
@@ -107,10 +107,10 @@ def check_values(
         saving = (f"{PARAMS}.async_save", f"{PARAMS}.always_save_nemo", "model.save_hf")
         check_saving(*(values.get(key) for key in saving))
         check_peft(values)
-        if trains_from_scratch and trains_adapters(values.tree):
-            raise ConfigError(
-                "model.peft.peft_scheme=lora trains adapters of a checkpoint; name it in "
-                f"{job.restore_key}, or train all weights (peft_scheme=none)."
+        if trains_from_scratch:
+            values.refuse(
+                f"""model.peft.peft_scheme!=none | trains adapters of a checkpoint; name it in
+                {job.restore_key}, or train all weights (peft_scheme=none)"""
             )
         _check_training(values, job, dp)
     job.check(values, dp, ranks)

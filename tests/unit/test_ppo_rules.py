@@ -45,23 +45,18 @@ WORKS = rows("""
 GRPO
 T.advantage_estimator=reinforce_plus_plus; SEPARATE
 T.adaptive_kl.enable=True; T.kl_estimator=k3; T.target_kl=0.1
-T.overlong_buffer_len=128; T.reward_clip=5; T.advantage_clip=3
 M.dual_clip=3; M.kl_loss_coef=0.001; T.critic_gae_lambda=1
-M.rollout_logprobs=sampler
 M.ratio_eps_high=0.28; M.loss_reduction=constant
 GRPO; M.policy_loss=gmpo; M.loss_reduction=sequence; M.ratio_eps=0.4; M.ratio_eps_high=0.5
-T.advantage_estimator=dr_grpo; M.num_rollouts_per_prompt=4; SEPARATE
 GRPO; T.dynamic_sampling_rounds=9
 T.advantage_estimator=gdpo; M.num_rollouts_per_prompt=4; SEPARATE; T.initial_policy_kl_penalty=0;
     R.reward_models={kind: {ip: a, port: 1}, terse: {ip: b, port: 2}}
 T.sampler_correction={weights: token, reject: sequence}; T.covariance.rule=kl; T.ppo_epochs=2
 M.generation.reshard=auto; M.generation.kv_cache_gb=0.5
 M.generation.reshard={tp: 1, pp: 1}; model.tensor_model_parallel_size=2; trainer.devices=2
-M.num_rollouts_per_prompt=2
 """)
 # overrides -> what the error says, with ` & ` between -> the remedy that it names
 REFUSED = rows("""
-T.advantage_estimator=gape -> gape & rloo ->
 M.environment.path=a.py:A; M.environment.port=5600 -> M.environment.port=5600 & set one to null ->
     M.environment.path=null
 M.environment.port=5600; M.environment.host=0.0.0.0 -> M.environment.host=0.0.0.0 & needs a token
@@ -96,12 +91,10 @@ GRPO; M.policy_loss=gmpo; M.loss_reduction=sequence; T.covariance.rule=clip -> c
 T.covariance.rule=kl; M.num_rollout_samples=64 -> covariance.rule=kl & second update ->
     T.covariance.rule=clip
 T.covariance.high=0.5 -> covariance.low=1.0 & covariance.high=0.5 -> T.covariance.low=0
-T.sampler_correction.cap=0 -> sampler_correction.cap=0 & above 0 -> T.sampler_correction.cap=1
 GRPO; T.dynamic_sampling_rounds=2; T.process_rewards=steps -> dynamic_sampling_rounds=2 &
     process_rewards=steps -> T.process_rewards=sum
 T.dynamic_sampling_rounds=2 -> dynamic_sampling_rounds=2 & advantage_estimator=gae ->
     T.dynamic_sampling_rounds=0
-M.dual_clip=1 -> dual_clip=1 & above 1 -> M.dual_clip=null
 M.policy_loss=gspo -> policy_loss=gspo & loss_reduction=token & set loss_reduction=sequence ->
     M.loss_reduction=sequence
 M.policy_loss=cispo; M.dual_clip=3 -> dual_clip=3 is for policy_loss=clip & =cispo ->
@@ -112,11 +105,7 @@ M.policy_loss=gmpo; M.loss_reduction=sequence -> policy_loss=gmpo & Use grpo, dr
     GRPO
 M.policy_loss=sapo; T.loss=mine.py:loss -> T.loss=mine.py:loss takes the place of
     M.policy_loss=sapo -> T.loss=null
-M.generation.reshard=tp -> reshard & auto ->
-M.generation.cuda_graphs=maybe -> cuda_graphs='maybe' & auto, True, False ->
-    M.generation.cuda_graphs=False
 M.generation.reshard={tp: 1} -> reshard={tp: 1} & both sizes ->
-M.generation.reshard={tp: 0, pp: 1} -> reshard.tp=0 & at least 1 ->
 M.generation.reshard={tp: 3, pp: 1}; model.tensor_model_parallel_size=2; trainer.devices=2 -> {tp:
     3, pp: 1} & 2 ranks & divide -> M.generation.reshard=auto
 M.generation.reshard={tp: 2, pp: 1}; trainer.devices=2; T.batch_iterator.use_flask=True ->
@@ -131,12 +120,9 @@ M.generation.reshard=auto; model.peft.peft_scheme=lora; model.peft.merge_for_gen
 T.trt_llm.enable=True; T.trt_llm.reshard=True; model.peft.peft_scheme=lora;
     model.peft.merge_for_generation=False -> M.generation.reshard=auto & merge_for_generation=False
     -> T.trt_llm.enable=False
-T.target_kl=0 -> target_kl=0 & above 0 -> T.target_kl=null
 T.overlong_buffer_len=5000 -> 5000 & max_length=2048; lower it -> T.overlong_buffer_len=2048
 T.adaptive_kl.enable=True; T.adaptive_kl.target=null -> T.adaptive_kl.target is not set ->
     T.adaptive_kl.enable=False
-T.adaptive_kl.enable=True; T.adaptive_kl.horizon=null -> T.adaptive_kl.horizon is not set ->
-    T.adaptive_kl.horizon=10000
 R.critic.port=null -> critic.port is not set & gae -> GRPO
 T.adaptive_kl.enable=True; T.initial_policy_kl_penalty=0 -> initial_policy_kl_penalty=0 & stays 0
     -> T.initial_policy_kl_penalty=0.01
