@@ -46,7 +46,7 @@ from nemo_aligner.checkpoint.data_only import read_objects
 from nemo_aligner.checkpoint.dist_ckpt import barrier, failing_together
 from nemo_aligner.checkpoint.forms import CHECKPOINT_WEIGHTS, REFERENCE, RNG_FOLDER, check_complete
 from nemo_aligner.checkpoint.made_from import MadeFrom, compare
-from nemo_aligner.config.rules import EVERY_CHECKPOINT, check_async_save, check_save_hf
+from nemo_aligner.config.rules import EVERY_CHECKPOINT, check_saving
 from nemo_aligner.core.endings import progress
 from nemo_aligner.core.errors import DamagedFileError, SaveError, UserError
 from nemo_aligner.parallel import parallel_state
@@ -92,8 +92,7 @@ class CheckpointCallback:
     )
 
     def __post_init__(self) -> None:
-        check_save_hf(self.save_hf)
-        check_async_save(self.async_save, self.always_save_nemo, self.save_hf)
+        check_saving(self.async_save, self.always_save_nemo, self.save_hf)
         if self.save_hf and self.enabled:
             self.model.check_hugging_face()
         self.root = Path(self.log_dir) / folders.CHECKPOINTS

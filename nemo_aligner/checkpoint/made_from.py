@@ -23,7 +23,7 @@ from nemo_aligner.checkpoint.checksums import MANIFEST
 from nemo_aligner.checkpoint.dist_ckpt import failing_together
 from nemo_aligner.checkpoint.forms import locate
 from nemo_aligner.config.access import shown_url
-from nemo_aligner.config.judge_rules import text_of
+from nemo_aligner.config.server_rules import text_of
 from nemo_aligner.config.values import leaves, plain_dict
 from nemo_aligner.core.content import content_samples
 from nemo_aligner.core.errors import UserError

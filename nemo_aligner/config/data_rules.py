@@ -70,12 +70,11 @@ def line_ends(text: str) -> str:
 def _check_packed(values: Values, split: str) -> None:
     if not values.get(f"{split}.packed_sequence"):
         return
-    cp, files = values.get("model.context_parallel_size", 1), values.get(f"{split}.file_path")
-    if cp > 1:
-        raise ConfigError(
-            f"{split}.packed_sequence=True with model.context_parallel_size={cp}: set "
-            "one of them to False or 1."
-        )
+    values.refuse(
+        f"""{split}.packed_sequence & model.context_parallel_size>1 | with {{}}: set one of them to
+        False or 1"""
+    )
+    files = values.get(f"{split}.file_path")
     for name in [files] if isinstance(files, str) else list(files or []):
         if str(name).endswith(".npy"):
             raise ConfigError(
@@ -123,43 +122,33 @@ def asked_form(data: Mapping[str, Any]) -> dict[str, Any] | None:
     return form
 
 
+_CHAT_RULES = """
+DATA.prompt_end & DATA.chat_template or DATA.chat | is for plain texts; with {} the messages say
+    where a prompt ends: set it to null
+DATA.chat & DATA.chat_template | and {} are two forms of a conversation; set one of them
+DATA.chat_template_kwargs or DATA.one_turn_per_sample & DATA.chat | is not for NeMo's format, {}
+DATA.append_eod & DATA.chat_template | contradicts {}; set it to False
+DATA.data_impl=TOKENS & DATA.chat_template | holds tokens, which have no place for {}; give jsonl
+    files, or set it to null
+"""
+
+
 def check_chat(data: Mapping[str, Any]) -> None:
     """Refuse two forms of conversations in a section `model.data`, or one that cannot be."""
-    template, chat = data.get("chat_template"), data.get("chat")
-    asks, date = f"model.data.chat_template={template}", data.get("chat_date")
-    if data.get("prompt_end") and (template or chat):
-        raise ConfigError(
-            f"model.data.prompt_end={data['prompt_end']!r} is for plain texts; in conversations "
-            "the messages say where a prompt ends: set it to null."
-        )
-    if template and chat:
-        raise ConfigError(
-            f"model.data.chat=True and {asks} are two forms of a conversation; set one of them."
-        )
-    options = data.get("chat_template_kwargs")
-    if options is not None and not hasattr(options, "items"):
-        raise ConfigError(
-            f"model.data.chat_template_kwargs={options!r}: give a mapping, {{name: value}}."
-        )
+    v, template, date = (
+        Values({"model": {"data": data}}),
+        data.get("chat_template"),
+        data.get("chat_date"),
+    )
+    v.refuse(_CHAT_RULES, DATA="model.data", TOKENS="mmap|packed_jsonl")
     try:
         datetime.date.fromisoformat(str(date or "2000-01-01"))
     except ValueError:
         raise ConfigError(f"model.data.chat_date={date}: give a date, YYYY-MM-DD.") from None
-    for key in ("chat_template_kwargs", "one_turn_per_sample"):
-        if chat and data.get(key):
-            raise ConfigError(
-                f"model.data.{key}={data[key]} is not for NeMo's format (model.data.chat=True)."
-            )
-    if not template:
-        return
-    if template != FROM_TOKENIZER and not Path(str(template)).expanduser().is_file():
-        raise ConfigError(f"{asks} does not exist; give tokenizer, or the file of a template.")
-    if data.get("append_eod"):
-        raise ConfigError(f"model.data.append_eod=True contradicts {asks}; set it to False.")
-    if holds_tokens(str(data.get("data_impl") or "jsonl")):
+    if template not in (None, FROM_TOKENIZER) and not Path(str(template)).expanduser().is_file():
         raise ConfigError(
-            f"model.data.data_impl={data['data_impl']} holds tokens, which have no place for "
-            f"{asks}; give jsonl files, or set it to null."
+            f"model.data.chat_template={template} does not exist; give tokenizer, or the file of "
+            "a template."
         )
 
 

@@ -14,9 +14,7 @@ that are refused.
 """
 
 import functools
-import re
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import yaml
@@ -26,7 +24,7 @@ from nemo_aligner.config.fields import Configuration, tree_of
 from nemo_aligner.config.jobs import JOBS
 from nemo_aligner.config.parallel_rules import RECOMPUTE
 from nemo_aligner.config.schema import CONFIG_NAMES, LIVE
-from nemo_aligner.config.values import Values
+from nemo_aligner.config.values import Values, entries
 from nemo_aligner.core.errors import ConfigError
 
 
@@ -58,8 +56,7 @@ def _read(text: str, job: Configuration | None = None) -> dict[str, Inert]:
     remote = "remote_critic_rm" if job and job.name == "gpt_ppo_actor" else "remote_rm"
     text = text.replace("<algo>", str(job and job.algo)).replace("<remote>", remote)
     found: dict[str, Inert] = {}
-    for entry in re.split(r"\n(?! )", text.strip()):
-        *jobs, reason, words = " ".join(entry.split()).split(" | ")
+    for *jobs, reason, words in entries(text):
         if jobs and job and job.name not in jobs[0].split():
             continue
         sections = {""}
@@ -342,89 +339,56 @@ def to_plain(value: Any) -> Any:
     return OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
 
 
+_TRT_LLM = (
+    "TensorRT-LLM is gone; the built-in engine serves instead. trt_llm.reshard=True acts as model."
+)
 TRAINING_JOBS = tuple(name for name in CONFIG_NAMES if name != "inference_rm")
 
 
 class OldForm(NamedTuple):
     form: str  # as a command or a YAML file writes it
     happens: str  # what becomes of it, and what to write instead
-    is_used: Callable[[Values], bool]  # whether a job, without its checkpoint's values, has it
-    jobs: tuple[str, ...] = TRAINING_JOBS  # whose form it is
+    conditions: str  # of `Values.holds`, on a job without its checkpoint's values
+    jobs: tuple[str, ...]  # whose form it is
 
 
-def _counts_elsewhere(name: str) -> Callable[[Values], bool]:
-    """Whether `trainer.<name>` differs from the key of that name in the job's own section."""
-
-    def differs(v: Values) -> bool:
-        own = (v.get(f"trainer.{job.algo}.{name}") for job in JOBS.values() if job.algo)
-        return v.get(f"trainer.{name}") not in (None, -1, *own)
-
-    return differs
-
-
-OLD_FORMS = (
-    OldForm(
-        f"{RECOMPUTE}granularity=selective with {RECOMPUTE}method=uniform",
-        f"{RECOMPUTE}method has no effect, here and in NeMo-Aligner: selective recomputes "
-        "the attention of every layer; set it to null",
-        lambda v: v.get(RECOMPUTE + "granularity") == "selective" and v.has(RECOMPUTE + "method"),
-        CONFIG_NAMES,
-    ),
-    OldForm(
-        f"{RECOMPUTE}granularity=null with {RECOMPUTE}method or {RECOMPUTE}num_layers",
-        "nothing is recomputed, here and in NeMo-Aligner; for less memory set "
-        f"{RECOMPUTE}granularity=full",
-        lambda v: (
-            v.is_null(RECOMPUTE + "granularity")
-            and (v.has(RECOMPUTE + "method") or v.has(RECOMPUTE + "num_layers"))
-        ),
-        CONFIG_NAMES,
-    ),
-    OldForm(
-        "trainer.gradient_clip_val other than trainer.<algorithm>.gradient_clip_val",
-        "the latter counts; NeMo-Aligner's mcore_distributed_optim read the former",
-        _counts_elsewhere("gradient_clip_val"),
-    ),
-    OldForm(
-        "trainer.max_steps other than trainer.<algorithm>.max_steps",
-        "the latter counts",
-        _counts_elsewhere("max_steps"),
-    ),
-    OldForm(
-        "exp_manager=null",
-        "the job writes no logs, no metrics and no checkpoints, and resumes from none",
-        lambda v: v.is_null("exp_manager"),
-    ),
-    OldForm(
-        "model.optim without lr",
-        "the learning rate is PyTorch's default; set model.optim.lr",
-        lambda v: v.has("model.optim") and not v.has("model.optim.lr"),
-    ),
-    *(
-        OldForm(
-            f"trainer.{kind}.trt_llm.enable=True",
-            "TensorRT-LLM is gone; the built-in engine serves instead. "
-            f"trt_llm.reshard=True acts as model.{kind}.generation.reshard=auto",
-            partial(Values.get, key=f"trainer.{kind}.trt_llm.enable"),
-            (f"gpt_{kind}_actor",),
-        )
-        for kind in ("ppo", "reinforce")
-    ),
-    OldForm(
-        "model.answer_only_loss=False",
-        "the loss counts the prompts too. NeMo-Aligner never read this key (False in its "
-        "gpt_sft.yaml) and trained on the responses only: set it to True for that",
-        lambda v: v.get("model.answer_only_loss") is False,
-        ("gpt_sft",),
-    ),
-    OldForm(
-        "inference.micro_batch_size",
-        "the name of inference.inference_micro_batch_size until NeMo-Aligner 0.3; it "
-        "counts where the latter is not given",
-        lambda v: v.get("inference.micro_batch_size") != v.get("model.forward_micro_batch_size"),
-        ("inference_rm",),
-    ),
-)
+# `form | happens | conditions`, and the jobs if it is not of all that train; `<own>` is a job's
+# own section below `trainer`.
+OLD_FORMS = [
+    OldForm(form, happens, conditions, tuple(" ".join(jobs).split()) or TRAINING_JOBS)
+    for form, happens, conditions, *jobs in entries(f"""
+{RECOMPUTE}granularity=selective with {RECOMPUTE}method=uniform | {RECOMPUTE}method has no effect,
+    here and in NeMo-Aligner: selective recomputes the attention of every layer; set it to null |
+    {RECOMPUTE}granularity=selective & {RECOMPUTE}method!=null | {" ".join(CONFIG_NAMES)}
+{RECOMPUTE}granularity=null with {RECOMPUTE}method or {RECOMPUTE}num_layers | nothing is
+    recomputed, here and in NeMo-Aligner; for less memory set {RECOMPUTE}granularity=full |
+    ~{RECOMPUTE}granularity & {RECOMPUTE}method!=null or {RECOMPUTE}num_layers!=null |
+    {" ".join(CONFIG_NAMES)}
+trainer.gradient_clip_val other than trainer.<algorithm>.gradient_clip_val | the latter counts;
+    NeMo-Aligner's mcore_distributed_optim read the former | trainer.gradient_clip_val!=-1 &
+    trainer.gradient_clip_val<trainer.<own>.gradient_clip_val or
+    trainer.gradient_clip_val>trainer.<own>.gradient_clip_val or
+    trainer.<own>.gradient_clip_val=null
+trainer.max_steps other than trainer.<algorithm>.max_steps | the latter counts |
+    trainer.max_steps!=-1 & trainer.max_steps<trainer.<own>.max_steps or
+    trainer.max_steps>trainer.<own>.max_steps
+exp_manager=null | the job writes no logs, no metrics and no checkpoints, and resumes from none |
+    exp_manager=null
+model.optim without lr | the learning rate is PyTorch's default; set model.optim.lr |
+    model.optim!=null & model.optim.lr=null
+trainer.ppo.trt_llm.enable=True | {_TRT_LLM}ppo.generation.reshard=auto |
+    trainer.ppo.trt_llm.enable | gpt_ppo_actor
+trainer.reinforce.trt_llm.enable=True | {_TRT_LLM}reinforce.generation.reshard=auto |
+    trainer.reinforce.trt_llm.enable | gpt_reinforce_actor
+model.answer_only_loss=False | the loss counts the prompts too. NeMo-Aligner never read this key
+    (False in its gpt_sft.yaml) and trained on the responses only: set it to True for that |
+    model.answer_only_loss=false | gpt_sft
+inference.micro_batch_size | the name of inference.inference_micro_batch_size until NeMo-Aligner
+    0.3; it counts where the latter is not given | inference.micro_batch_size!=null &
+    inference.micro_batch_size<model.forward_micro_batch_size or
+    inference.micro_batch_size>model.forward_micro_batch_size | inference_rm
+""")
+]
 
 # (config name, key) -> (accepted values, what to do instead). Only for the job that reads the key:
 # a checkpoint may well hold it.
@@ -452,8 +416,9 @@ LATER = dict.fromkeys(
 
 def old_form_notes(values: Values, config_name: str) -> list[str]:
     """One line for each of `OLD_FORMS` that a job's configuration holds."""
+    own = str(JOBS[config_name].algo)
     return [
         f"{old.form}: {old.happens}"
         for old in OLD_FORMS
-        if config_name in old.jobs and old.is_used(values)
+        if config_name in old.jobs and values.holds(old.conditions.replace("<own>", own))
     ]

@@ -31,22 +31,17 @@ _WEIGHTS = "weights are whole after an update, for generation, checks and checkp
 _CHECKPOINTS = "a checkpoint has the same form whatever the ranks"
 _SAME_ERROR = "every rank gets the same error; all gradients are checked (training/finite.py)"
 
-OWN_KEYS = {
-    "add_bias_linear": "model.bias",
-    "bf16": "trainer.precision",
-    "params_dtype": "trainer.precision",
-    "recompute_granularity": "model.activations_checkpoint_granularity",
-    "recompute_method": "model.activations_checkpoint_method",
-    "recompute_num_layers": "model.activations_checkpoint_num_layers",
-    "overlap_grad_reduce": "model.optim.overlap_grad_sync",
-    "bucket_size": "model.optim.bucket_cap_mb",
-    "adam_beta1": "model.optim.betas",
-    "adam_beta2": "model.optim.betas",
-    "adam_eps": "model.optim.eps",
-    "sgd_momentum": "model.optim.momentum",
-    "min_lr": "model.optim.sched.min_lr",
-    "clip_grad": "trainer.<algo>.gradient_clip_val",
-}
+OWN_KEYS = dict(
+    pair.split("=")
+    for pair in """add_bias_linear=model.bias bf16=trainer.precision params_dtype=trainer.precision
+    recompute_granularity=model.activations_checkpoint_granularity
+    recompute_method=model.activations_checkpoint_method
+    recompute_num_layers=model.activations_checkpoint_num_layers
+    overlap_grad_reduce=model.optim.overlap_grad_sync bucket_size=model.optim.bucket_cap_mb
+    adam_beta1=model.optim.betas adam_beta2=model.optim.betas adam_eps=model.optim.eps
+    sgd_momentum=model.optim.momentum min_lr=model.optim.sched.min_lr
+    clip_grad=trainer.<algo>.gradient_clip_val""".split()
+)
 
 # promise -> patterns of the fields that would break it
 MODEL_REFUSED: dict[str, str] = {

@@ -182,18 +182,17 @@ def check_architecture(values: Mapping, fixed: bool = False) -> None:
         remedy = f"the checkpoint fixes model.{name}, so set {' x '.join(factors)} to a divisor of"
         require_multiple(f"model.{name}", value, factors, f"{remedy} {value}" if fixed else None)
 
-    heads, hidden, groups, layers = (
+    heads, groups, layers = (
         v.whole(f"model.{key}", 1)
-        for key in ("num_attention_heads", "hidden_size", "num_query_groups", "num_layers")
+        for key in ("num_attention_heads", "num_query_groups", "num_layers")
     )
     tp, pp, vpp = (
         v.whole(f"model.{name}_model_parallel_size", 1) or 1
         for name in ("tensor", "pipeline", "virtual_pipeline")
     )
-    if heads and hidden and v.get("model.kv_channels") is None:
-        require_multiple("model.hidden_size", hidden, {"model.num_attention_heads": heads})
-    if heads and groups:
-        require_multiple("model.num_attention_heads", heads, {"model.num_query_groups": groups})
+    if not v.has("model.kv_channels"):
+        v.multiple("model.hidden_size", "model.num_attention_heads", times={})
+    v.multiple("model.num_attention_heads", "model.num_query_groups", times={})
     if heads:
         require("num_attention_heads", heads, tensor_model_parallel_size=tp)
     if groups:
@@ -204,10 +203,10 @@ def check_architecture(values: Mapping, fixed: bool = False) -> None:
         virtual = {"virtual_pipeline_model_parallel_size": vpp} if vpp > 1 else {}
         require("num_layers", layers, pipeline_model_parallel_size=pp, **virtual)
     _check_experts(v, fixed)
-    if vpp > 1 and pp == 1:
-        raise v.error(
-            "model.virtual_pipeline_model_parallel_size",
-            "needs model.pipeline_model_parallel_size of 2 or more; set it to null.",
+    if pp == 1:
+        v.refuse(
+            """model.virtual_pipeline_model_parallel_size>1 | needs
+            model.pipeline_model_parallel_size of 2 or more; set it to null"""
         )
     if layers:
         stage = (min(uneven_stages(v)) if is_uneven(v) else layers // pp) // vpp
@@ -272,14 +271,14 @@ def check_recomputation(v: Values, complete: bool) -> None:
     """Check `model.activations_checkpoint_*`; `complete` as in `rules.check_values`. What has no
     effect is accepted, as in NeMo-Aligner; `inert_keys.py` has a warning.
     """
-    granularity = v.get(RECOMPUTE + "granularity")
-    for key, give in (("method", "uniform or block"), ("num_layers", "a number of layers")):
-        if granularity == "full" and complete and not v.has(RECOMPUTE + key):
-            raise ConfigError(
-                f"{RECOMPUTE}granularity=full needs {RECOMPUTE}{key}, not set; give {give}."
-            )
-    if granularity == "selective" and v.has(RECOMPUTE + "num_layers"):
-        raise v.error(
-            RECOMPUTE + "num_layers",
-            "is only for granularity=full; selective recomputes the attention of every layer.",
-        )
+    if complete:
+        v.refuse(f"""
+            {RECOMPUTE}granularity=full & {RECOMPUTE}method=null | needs {RECOMPUTE}method, not
+                set; give uniform or block
+            {RECOMPUTE}granularity=full & {RECOMPUTE}num_layers=null | needs {RECOMPUTE}num_layers,
+                not set; give a number of layers
+        """)
+    v.refuse(
+        f"""{RECOMPUTE}num_layers!=null & {RECOMPUTE}granularity=selective | is only for
+        granularity=full; selective recomputes the attention of every layer"""
+    )

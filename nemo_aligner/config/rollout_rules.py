@@ -7,11 +7,14 @@ from typing import Any
 
 from nemo_aligner.config import access
 from nemo_aligner.config.fields import Configuration
-from nemo_aligner.config.judge_rules import read_web_rewards
 from nemo_aligner.config.keys.common import PARALLEL
 from nemo_aligner.config.keys.rollouts import Environment
 from nemo_aligner.config.parallel_rules import EP_REMEDY
-from nemo_aligner.config.server_rules import check_kind_of_rewards, read_reward_models
+from nemo_aligner.config.server_rules import (
+    check_kind_of_rewards,
+    read_reward_models,
+    read_web_rewards,
+)
 from nemo_aligner.config.values import Values, require_multiple
 from nemo_aligner.core.errors import ConfigError
 
@@ -30,11 +33,8 @@ def check_policy(v: Values, kind: str, remote: str, dp: dict[str, int], per_prom
     check_generation(v, model)
     check_reshard(v, section, model + "generation.reshard", dp)
     _check_own_rewards(v, kind, remote)
-    check_shared_queue(
-        section,
-        v.get(f"{section}batch_iterator.use_flask"),
-        v.get("model.expert_model_parallel_size", 1),
-    )
+    queue, experts = f"{section}batch_iterator.use_flask", "model.expert_model_parallel_size"
+    check_shared_queue(section, v.get(queue), v.get(experts, 1))
     check_remote(v, remote)
     read_reward_models(v.get(remote), remote)
     name, kept = model + "num_rollout_samples", v.size(per_prompt)
@@ -56,13 +56,15 @@ def _check_own_rewards(v: Values, kind: str, remote: str) -> None:
     read_web_rewards(v.get(section), section)
     sources = (f"{section}.reward_fn", f"{section}.judge.url", path, port)
     given = [f"{key}={access.shown_url(str(v.get(key)))}" for key in sources if v.has(key)]
-    for name in ("host", "token_file"):
-        key, default = f"{environment}.{name}", _ENVIRONMENT[name]
-        if v.get(key, default) != default and not v.has(port):
-            off = "null" if default is None else default
-            raise v.error(
-                key, f"has no effect: nothing listens for agents; set {port}, or {key}={off}."
-            )
+    v.refuse(
+        """
+        ENV.host!=DEFAULT or ENV.token_file & !ENV.port | has no effect: nothing listens for
+            agents; set ENV.port, or ENV.host=DEFAULT and ENV.token_file=null
+        JOB.overlong_buffer_len & ENV.path or ENV.port | is for single responses, but {} makes
+            samples of several; set it to 0
+        """,
+        **{"ENV": environment, "JOB": section, "DEFAULT": _ENVIRONMENT["host"]},
+    )
     if not given:
         return
     gives = f"{given[0]} gives the rewards"
@@ -76,11 +78,6 @@ def _check_own_rewards(v: Values, kind: str, remote: str) -> None:
     if v.has(port):
         access.server_token(
             v.get(f"{environment}.host"), v.get(f"{environment}.token_file"), environment
-        )
-    if (v.has(path) or v.has(port)) and v.get(f"{section}.overlong_buffer_len"):
-        raise v.error(
-            f"{section}.overlong_buffer_len",
-            f"is for single responses, but {given[0]} makes samples of several; set it to 0.",
         )
 
 
@@ -180,28 +177,20 @@ def check_shared_queue(section: str, use_flask: bool | None, expert_parallel: in
 
 def check_generation(v: Values, model: str = "") -> None:
     """Check `length_params` in the section `model`: "model.ppo.", "model.rs." or ""."""
-    longest = v.get(model + "length_params.max_length")
-    context = v.get("model.encoder_seq_length")
-    if longest and context and longest >= context:
-        raise v.error(
-            f"{model}length_params.max_length",
-            f"leaves no room for a prompt in model.encoder_seq_length={context}; lower it.",
-        )
-    v.at_most(model + "length_params.min_length", model + "length_params.max_length")
+    longest, context = model + "length_params.max_length", "model.encoder_seq_length"
+    v.refuse(f"{longest}>={context} | leaves no room for a prompt in {{{context}}}; lower it")
+    v.at_most(model + "length_params.min_length", longest)
 
 
-def check_responses_differ(v: Values, model: str, responses: int, key: str | None = None) -> None:
-    """Raise `ConfigError` if several `responses` to a prompt, for which `key` asks, would all be
-    the same by the sampling parameters in the section `model`, with a dot at its end, or "".
+def check_responses_differ(v: Values, model: str, key: str | None = None) -> None:
+    """Refuse several responses to a prompt, for which `key` asks, that would all be the same by
+    the sampling parameters in the section `model`, with a dot at its end, or "".
     """
-    sampling = model + "sampling_params."
-    greedy = v.get(sampling + "use_greedy") or v.get(sampling + "top_k") == 1
-    if responses > 1 and greedy:
-        key = key or model + "num_rollouts_per_prompt"
-        raise ConfigError(
-            f"{key}={responses} responses to a prompt would be the same with "
-            "sampling_params.use_greedy=True or top_k=1; sample, or draw one response."
-        )
+    v.refuse(
+        """KEY>1 & SAMPLING.use_greedy or SAMPLING.top_k=1 | responses to a prompt would be the
+        same with {}; sample, or draw one response""",
+        **{"KEY": key or f"{model}num_rollouts_per_prompt", "SAMPLING": f"{model}sampling_params"},
+    )
 
 
 def check_compares_responses(name: str, key: str, responses: int) -> None:

@@ -12,11 +12,12 @@ from omegaconf import DictConfig
 
 from nemo_aligner.config import data_rules, parallel_rules
 from nemo_aligner.config.defaults import complete_config, model_fallback
-from nemo_aligner.config.fields import RESTORE_KEY, Configuration
+from nemo_aligner.config.fields import RESTORE_KEY, Configuration, tree_of
 from nemo_aligner.config.inert_keys import check_later, refuse_model_values
 from nemo_aligner.config.jobs import JOBS
+from nemo_aligner.config.keys.common import PARAMS
 from nemo_aligner.config.optim_rules import check_optim
-from nemo_aligner.config.peft_rules import check_peft, trains_adapters
+from nemo_aligner.config.peft_rules import check_peft
 from nemo_aligner.config.values import Values, resolved
 from nemo_aligner.core.errors import ConfigError
 
@@ -103,56 +104,39 @@ def check_values(
                 f"{key}=True needs the package {package}, which is not installed; install it."
             )
     if job.algo:
-        check_save_hf(values.get("model.save_hf"))
+        saving = (f"{PARAMS}.async_save", f"{PARAMS}.always_save_nemo", "model.save_hf")
+        check_saving(*(values.get(key) for key in saving))
         check_peft(values)
-        if trains_from_scratch and trains_adapters(values.tree):
-            raise ConfigError(
-                "model.peft.peft_scheme=lora trains adapters of a checkpoint; name it in "
-                f"{job.restore_key}, or train all weights (peft_scheme=none)."
+        if trains_from_scratch:
+            values.refuse(
+                f"""model.peft.peft_scheme!=none | trains adapters of a checkpoint; name it in
+                {job.restore_key}, or train all weights (peft_scheme=none)"""
             )
         _check_training(values, job, dp)
     job.check(values, dp, ranks)
 
 
-def check_save_hf(save_hf: object) -> None:
-    if save_hf not in (None, False, True, EVERY_CHECKPOINT):
-        raise ConfigError(
-            f"model.save_hf={save_hf!r} is not supported; use True, False or {EVERY_CHECKPOINT}."
-        )
+def check_saving(async_save: object, always_save_nemo: object, save_hf: object) -> None:
+    """Refuse an unknown `model.save_hf`, and files that are written beside each checkpoint written
+    in the background.
+    """
+    section = {"async_save": async_save, "always_save_nemo": always_save_nemo}
+    given = {f"{PARAMS}.{key}": value for key, value in section.items()}
+    v = Values(tree_of(given | {"model.save_hf": save_hf}))
+    v.choice("model.save_hf", (True, False, EVERY_CHECKPOINT))
+    v.refuse(
+        """PARAMS.async_save & PARAMS.always_save_nemo or model.save_hf=every_checkpoint | writes
+        in the background, but {} has the job wait for a file; leave one of the two out""",
+        PARAMS=PARAMS,
+    )
 
 
-def check_async_save(async_save: object, always_save_nemo: object, save_hf: object) -> None:
-    """Refuse files that are written beside each checkpoint written in the background."""
-    beside = {
-        "exp_manager.checkpoint_callback_params.always_save_nemo=True": always_save_nemo,
-        f"model.save_hf={EVERY_CHECKPOINT}": save_hf == EVERY_CHECKPOINT,
-    }
-    for setting, is_set in beside.items():
-        if async_save and is_set:
-            raise ConfigError(
-                "exp_manager.checkpoint_callback_params.async_save=True writes in the background, "
-                f"but {setting} has the job wait for a file; leave one of the two out."
-            )
-
-
-def check_dynamic_micro_batches(values: Values) -> None:
-    """Refuse losses defined by micro-batches with `dynamic_micro_batch_tokens`."""
-    tokens = "model.dynamic_micro_batch_tokens"
-    if not values.has(tokens):
-        return
-    fixed = f"{tokens}={values.get(tokens)} makes micro-batches of similar samples, but"
-    for key in (f"model.{section}loss_reduction" for section in ("", "ppo.", "rs.", "reinforce.")):
-        if values.get(key) == "microbatch":
-            raise ConfigError(
-                f"{fixed} {key}=microbatch depends on which samples share one; use token or "
-                f"sequence, or set {tokens}=null."
-            )
-    for key in ("model.moe_aux_loss_coeff", "model.moe_z_loss_coeff"):
-        if values.get("model.num_moe_experts") and values.get(key):
-            raise ConfigError(
-                f"{fixed} the loss of {key}={values.get(key)} depends on which samples share one; "
-                "set one of them to null."
-            )
+_DYNAMIC_RULES = """
+TOKENS & model.LOSS or model.ppo.LOSS or model.rs.LOSS or model.reinforce.LOSS | SIMILAR, but {}
+    depends on which samples share one; use token or sequence, or set TOKENS=null
+TOKENS & model.num_moe_experts & model.moe_aux_loss_coeff or model.moe_z_loss_coeff | SIMILAR,
+    but the loss of {} depends on which samples share one; set one of them to null
+"""
 
 
 def check_keys_alone(values: Values, config_name: str) -> None:
@@ -189,13 +173,13 @@ def _check_start(values: Values, config_name: str) -> bool:
 def _check_training(values: Values, job: Configuration, dp: dict[str, int]) -> None:
     times = dp | parallel_rules.virtual_pipeline_group(values)
     values.multiple("model.global_batch_size", "model.micro_batch_size", times=times)
-    check_dynamic_micro_batches(values)
-    check_optim(values.get("model.optim", {}))
-    params, save_hf = "exp_manager.checkpoint_callback_params", values.get("model.save_hf")
-    async_save, nemo = (
-        values.get(f"{params}.{key}") for key in ("async_save", "always_save_nemo")
+    values.refuse(
+        _DYNAMIC_RULES,
+        TOKENS="model.dynamic_micro_batch_tokens",
+        LOSS="loss_reduction=microbatch",
+        SIMILAR="makes micro-batches of similar samples",
     )
-    check_async_save(async_save, nemo, save_hf)
+    check_optim(values.get("model.optim", {}))
     if "model.data.data_prefix" in job.keys:
         _check_prefix_data(values)
 

@@ -5,18 +5,25 @@ where these are served, read from `remote_rm` or `remote_critic_rm`.
 
 One reward model (`reward_model: {name, ip, port}`), or several named ones whose weighted rewards
 are added (`reward_models: {helpful: {ip, port, weight}, terse: {...}}`). Each may be served by a
-fleet: `ip`, `port` or both are then lists. Nothing here talks to a server (see servers/fleet.py).
+fleet: `ip`, `port` or both are then lists. A judge is a language model that gives rewards: what it
+is asked, and the score in its reply. Nothing here talks to a server (see servers/fleet.py).
 """
 
 import importlib.util
+import json
+import os
+import re
 import ssl
-from collections.abc import Mapping, Sequence
+import string
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
 
 from nemo_aligner.config import access
 from nemo_aligner.config.access import REWARD_TOKEN_VARIABLE as TOKEN
 from nemo_aligner.config.fields import Configuration
-from nemo_aligner.config.keys.rollouts import RewardAddress
+from nemo_aligner.config.keys.rollouts import Judge, RewardAddress
 from nemo_aligner.config.values import Values, is_number
 from nemo_aligner.core.errors import ConfigError
 
@@ -68,29 +75,26 @@ def check_source_of_rewards(remote: Mapping) -> None:
 
 def check_reward_standardization(model: Mapping) -> None:
     """Check the mean and the standard deviation; `model` is completed, here and below."""
-    given, section = model["reward_standardization"], "model.reward_standardization"
-    if not given or not given["enable"]:
-        return
-    v = Values({"model": {"reward_standardization": dict(given)}})
-    for name in ("mean", "std"):
-        if given[name] is None:
-            raise ConfigError(f"{section}.{name} is not set; {section}.enable=True needs it.")
-    v.number(f"{section}.mean")
-    v.number(f"{section}.std", 0, above=True)
+    Values({"model": model}).refuse(
+        """
+        SECTION.mean=null or SECTION.std=null & SECTION.enable | ; {} needs it
+        SECTION.std<=0 & SECTION.enable | must be above 0
+        """,
+        SECTION="model.reward_standardization",
+    )
 
 
-def check_attributes_are_merged(regression: Mapping) -> None:
-    attributes = regression["num_attributes"]
-    if attributes > 1 and not regression["merge_attributes"]:
-        raise ConfigError(
-            f"this reward model gives {attributes} attributes (model.regression.num_attributes), "
-            "but a reward is one number; set model.regression.merge_attributes=True, and "
-            f"attribute_weights to {attributes} numbers unless they all count the same."
-        )
+def check_attributes_are_merged(model: Mapping) -> None:
+    Values({"model": model}).refuse(
+        f"""model.regression.num_attributes>1 & !model.regression.merge_attributes | : this reward
+        model gives {model["regression"]["num_attributes"]} attributes, but a reward is one number;
+        set model.regression.merge_attributes=True, and attribute_weights to as many numbers unless
+        they all count the same"""
+    )
 
 
 def check_one_reward_per_sample(model: Mapping) -> None:
-    check_attributes_are_merged(model["regression"])
+    check_attributes_are_merged(model)
     served_attributes(model)
 
 
@@ -98,28 +102,22 @@ def served_attributes(model: Mapping) -> int:
     """How many numbers a reward model gives for each sample: its attributes, or their sum.
     `ConfigError`: it has weights that it does not use, or gives a number per token.
     """
+    Values({"model": model}).refuse("""
+        model.regression.attribute_weights!=null & !model.regression.merge_attributes | has an
+            effect only when attributes are merged; set model.regression.merge_attributes=True
+        model.output_sequence | gives a number per token, as a critic does, but a reward is one
+            number per sample; serve a reward model, or set it to False (inference.rewards_per
+            gives rewards of steps and tokens)
+    """)
     regression = model["regression"]
-    weights = regression["attribute_weights"]
-    if weights is not None and not regression["merge_attributes"]:
-        raise ConfigError(
-            f"model.regression.attribute_weights={list(weights)} has an effect only when "
-            "attributes are merged; set model.regression.merge_attributes=True."
-        )
-    if model["output_sequence"]:
-        raise ConfigError(
-            "model.output_sequence=True gives a number per token, as a critic does, but a reward "
-            "is one number per sample; serve a reward model, or set it to False "
-            "(inference.rewards_per gives rewards of steps and tokens)."
-        )
     return 1 if regression["merge_attributes"] else int(regression["num_attributes"])
 
 
 def check_scores_of_tokens(model: Mapping) -> None:
-    if model["use_avg_pool"]:
-        raise ConfigError(
-            "model.use_avg_pool=True: this reward model scores the mean over all tokens, not "
-            "single ones; set inference.rewards_per=response."
-        )
+    Values({"model": model}).refuse(
+        """model.use_avg_pool | : this reward model scores the mean over all tokens, not single
+        ones; set inference.rewards_per=response"""
+    )
 
 
 def check_serving(values: Values, section: str) -> None:
@@ -291,12 +289,12 @@ def _read_addresses(
     """((host, port), ...): paired lists; a single value goes with each of the other list."""
     ips, ports = _as_list(ip), _as_list(port)
     for value in ips:
-        if not isinstance(value, str) or not value.strip():
-            raise ConfigError(f"{setting}.ip={ip!r}: {value!r} is not a host name or IP address.")
         # IPv6 addresses have more than one colon.
-        if "/" in value or value.count(":") == 1 or any(map(str.isspace, value)):
+        is_host = isinstance(value, str) and re.fullmatch(r"[^/\s]+", value)
+        if not is_host or value.count(":") == 1:
             raise ConfigError(
-                f"{setting}.ip={ip!r}: give the host name or IP address alone, and {setting}.port."
+                f"{setting}.ip={ip!r}: {value!r} is not a host name; give the host name or IP "
+                f"address alone, and {setting}.port."
             )
     for value in ports:
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 65535:
@@ -323,3 +321,133 @@ def _as_list(value: object) -> list:
     if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
         return list(value)
     return [value]
+
+
+# --- a judge
+
+_JUDGE = Configuration("", {"": Judge}).tree
+_COLUMN = re.compile(r"[^\W\d][\w -]*")
+
+
+@dataclass(frozen=True, kw_only=True)
+class JudgeSpec(RewardServersSpec):
+    options: Mapping[str, Any]  # its keys
+    messages: dict[str, str]  # templates by role
+    columns: list[str]  # that they ask for, beside prompt and response
+    score: re.Pattern[str] | str
+    fields: dict[str, Any]  # of every request
+
+    def __str__(self) -> str:
+        return (
+            f"the judge {self.options['model']} at {', '.join(map(access.shown_url, self.urls))}"
+        )
+
+    def request(self, values: Mapping[str, Any], number: int) -> dict[str, Any]:
+        """The request for a score after `number` others; of prompt, response and columns."""
+        texts = {
+            name: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+            for name, value in values.items()
+        }
+        asked = [(role, template.format_map(texts)) for role, template in self.messages.items()]
+        fields = {"messages": [{"role": r, "content": text} for r, text in asked], **self.fields}
+        if number and isinstance(fields.get("seed"), int):
+            fields["seed"] += number
+        if number and fields.get("temperature") == 0:  # it would say the same again
+            fields["temperature"] = 1.0
+        return fields
+
+    def score_in(self, reply: str) -> float | None:
+        """The score; None: there is none within the bounds."""
+        if isinstance(self.score, str):
+            found = [*_values_at(self.score, reply)]
+        else:
+            found = [match[1] for match in self.score.finditer(reply)]
+        value = next((each for each in reversed(found) if each is not None), None)
+        try:
+            score = float(str(value))  # of True and None there is none
+        except ValueError:
+            return None
+        return score if self.options["least"] <= score <= self.options["most"] else None
+
+
+def _values_at(path: str, reply: str) -> Iterator[Any]:
+    """What stands at a dotted path of the JSON objects in a reply, which may say more."""
+    start = 0
+    while (start := reply.find("{", start)) >= 0:
+        try:
+            value, start = json.JSONDecoder().raw_decode(reply, start)
+        except (ValueError, RecursionError):
+            value, start = None, start + 1
+        for name in path.split("."):
+            value = value.get(name) if isinstance(value, dict) else None
+        yield value
+
+
+def text_of(given: str) -> str:
+    """The text of the file `given`; `given` itself where there is no such file."""
+    return Path(given).read_text(encoding="utf-8") if os.path.isfile(given) else given
+
+
+def read_web_rewards(options: Mapping, section: str) -> RewardServersSpec | None:
+    """The judge, or the web servers of `reward_fn`, that `options` of `section` name, or None."""
+    judge, setting = options["judge"], f"{section}.judge"
+    if judge["url"] is None:
+        for name, default in _JUDGE.items():
+            if judge[name] != default:
+                raise ConfigError(
+                    f"{setting}.{name}={judge[name]!r} has no effect without a judge; set its "
+                    f"address, {setting}.url."
+                )
+        return read_reward_servers(options, section)
+    for name in ("model", "prompt", "score", "least", "most", "cache"):
+        if judge[name] is None:
+            raise ConfigError(f"{setting}.{name} is not set; a judge ({setting}.url) needs it.")
+    if judge["least"] >= judge["most"]:
+        raise ConfigError(f"{setting}.least={judge['least']} must be below most={judge['most']}.")
+    if options["rewards_per"] != "response":
+        raise ConfigError(
+            f"{section}.rewards_per={options['rewards_per']}: a judge gives rewards per response."
+        )
+    servers = read_reward_servers({**options, "judge.url": judge["url"]}, section, "judge.url")
+    own = {name: judge[name] for name in ("model", "temperature", "max_tokens", "seed")}
+    fields = {name: v for name, v in {**own, **(judge["request"] or {})}.items() if v is not None}
+    given = {**vars(servers), "setting": setting, **_messages(judge, setting)}
+    return JudgeSpec(**given, options=judge, score=_score(judge["score"], setting), fields=fields)
+
+
+def _messages(judge: Mapping, setting: str) -> dict[str, Any]:
+    messages: dict[str, str] = {}
+    names: dict[str | None, str] = {}
+    system = str(judge["system"])
+    if re.fullmatch(r"\S+\.(txt|md|jinja|j2)", system) and not os.path.isfile(system):
+        raise ConfigError(
+            f"{setting}.system={system} is no file; correct its path, or give the text itself."
+        )
+    for role, key in (("system", "system"), ("user", "prompt")):
+        try:
+            text = "" if judge[key] is None else text_of(judge[key])
+            for _, name, form, conversion in string.Formatter().parse(text):
+                if name is not None and (form or conversion or not _COLUMN.fullmatch(name)):
+                    raise ValueError(f"{{{name}...}} names no column")
+                names[name] = role
+        except (OSError, ValueError) as error:  # a ValueError too: no UTF-8, a brace alone
+            raise ConfigError(
+                f"{setting}.{key}={judge[key]!r} cannot be used: {error}. Write {{{{ and }}}} for "
+                "braces."
+            ) from None
+        messages |= {role: text} if text else {}
+    if names.get("response") != "user":
+        raise ConfigError(
+            f"{setting}.prompt={judge['prompt']!r} is no file, or has no {{response}} to judge."
+        )
+    return {"messages": messages, "columns": sorted({*names} - {None, "prompt", "response"})}
+
+
+def _score(given: str, setting: str) -> re.Pattern[str] | str:
+    try:
+        pattern = re.compile(given)
+        if "(" in given and pattern.groups != 1:
+            raise re.error(f"it has {pattern.groups} groups; one is the score, others are (?:...)")
+    except re.error as error:
+        raise ConfigError(f"{setting}.score={given} cannot be used: {error}.") from None
+    return pattern if "(" in given else given

@@ -2,10 +2,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Read access to a configuration by dotted key, and checks of values: all raise `ConfigError`."""
 
+import functools
 import math
+import operator
+import re
+import textwrap
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeGuard
 
+import yaml
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -57,6 +62,27 @@ def is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
+_COMPARISONS = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le}
+
+
+def entries(table: str) -> list[list[str]]:
+    """The parts of each entry of a table, with ` | ` between them. Further lines of an entry are
+    indented; a text that does not begin with a line end is one entry.
+    """
+    is_one = not table.startswith("\n")
+    lines = [table] if is_one else re.split(r"\n(?! )", textwrap.dedent(table).strip())
+    return [" ".join(entry.split()).split(" | ") for entry in lines]
+
+
+@functools.cache
+def _condition(text: str) -> tuple[str, str, str, list[Any]]:
+    """What stands before the key, the key, the sign behind it, the values."""
+    parts = re.fullmatch(r"([!~]?)([\w.]+)(!=|>=|<=|=|>|<|)(.*)", text.strip())
+    assert parts, text
+    before, key, sign, given = parts.groups()
+    return before, key, sign, [yaml.safe_load(each) for each in given.split("|")]
+
+
 class Values:
     """Read access to a resolved tree by dotted key; a missing section reads as not set."""
 
@@ -87,8 +113,58 @@ class Values:
         """Whether the key has a value other than null."""
         return self.get(key) is not None
 
+    def shown(self, key: str) -> str:
+        value = self.get(key)
+        return f"{key} is not set" if value is None else f"{key}={value}"
+
     def error(self, key: str, text: str) -> ConfigError:
         return ConfigError(f"{key}={self.get(key)} {text}")
+
+    def refuse(self, rules: str, **names: str) -> None:
+        """Raise `ConfigError` for the first of `rules` whose conditions hold.
+
+        A rule is `condition & condition | text` (see `entries`); a condition may be several with
+        ` or ` between them. The error has the key of the first condition with its value, and the
+        text, in which `{key}` and `{}`, the key of the last condition, become such pairs too.
+
+        Args:
+            rules: of conditions `key` (its value is not null, 0, False or empty), `!key`, `~key`
+                (it was written as null), `key=value|value`, `key!=value|value` (it has another
+                value than these and null), and `key>other` with a number or the key of one, also
+                `>=`, `<` and `<=`; values are YAML.
+            names: words of the rules, and what stands in the place of each.
+        """
+        for name, stands_for in names.items():
+            rules = re.sub(rf"\b{name}\b", stands_for, rules)
+        for given, text in entries(rules):
+            if keys := self._keys_that_hold(given):
+                text = re.sub(r"\{([\w.]+)\}", lambda match: self.shown(match[1]), text)
+                text = text.replace("{}", self.shown(keys[-1]))
+                raise ConfigError(f"{self.shown(keys[0])}{' ' * (text[0] not in ',;:')}{text}.")
+
+    def holds(self, conditions: str) -> bool:
+        """Whether all conditions, as in `refuse`, hold."""
+        return bool(self._keys_that_hold(conditions))
+
+    def _keys_that_hold(self, conditions: str) -> list[str]:
+        """The key of each of the conditions; none of them unless all hold."""
+        keys = []
+        for any_of in conditions.split(" & "):
+            found = [each.strip("!~ ") for each in any_of.split(" or ") if self._holds(each)]
+            if not found:
+                return []
+            keys.append(re.split("[!=<>]", found[0])[0])
+        return keys
+
+    def _holds(self, condition: str) -> bool:
+        before, key, sign, given = _condition(condition)
+        value = self.get(key)
+        if not sign:
+            return self.is_null(key) if before == "~" else bool(value) == (before == "")
+        if sign in ("=", "!="):
+            return (value in given) == (sign == "=") and (sign == "=" or value is not None)
+        other = self.get(given[0]) if isinstance(given[0], str) else given[0]
+        return is_number(value) and is_number(other) and _COMPARISONS[sign](value, other)
 
     def whole(self, key: str, minimum: int | None = None) -> int | None:
         """The whole number at `key`, None where it is not set; `ConfigError`: none, or too low."""

@@ -23,7 +23,7 @@ from nemo_aligner.checkpoint.dist_ckpt import failing_together
 from nemo_aligner.checkpoint.folders import read_state, step_to_resume
 from nemo_aligner.config.access import server_token
 from nemo_aligner.config.defaults import complete
-from nemo_aligner.config.judge_rules import JudgeSpec, read_web_rewards
+from nemo_aligner.config.server_rules import JudgeSpec, read_web_rewards
 from nemo_aligner.config.values import plain_dict
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.data.nlp.batch_iterators import get_batch_iterator_cls

@@ -13,7 +13,7 @@ from io import BufferedRandom
 from pathlib import Path
 from typing import Any
 
-from nemo_aligner.config.judge_rules import JudgeSpec
+from nemo_aligner.config.server_rules import JudgeSpec
 from nemo_aligner.core.endings import progress
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.servers.web import NoReplyError, RewardServers, UrlWorker, chat_text

@@ -71,7 +71,7 @@ DOORS = {
     "utils.parallel_rules": "config.parallel_rules",
     "utils.parallel_state": "parallel.parallel_state",
     "utils.ports": "servers.ports",
-    "utils.ppo_rules": "config.ppo_rules core.estimators",
+    "utils.ppo_rules": "config.jobs.actors core.estimators",
     "utils.ppo_utils": "core.advantages core.kl core.losses core.masks core.tensors",
     "utils.replicas": "parallel.replicas",
     "utils.resume_pair": "checkpoint.folders",

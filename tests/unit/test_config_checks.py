@@ -92,8 +92,6 @@ def test_a_logger_whose_package_is_missing_is_refused(name, tmp_path, monkeypatc
         ("trainer.ppo.initial_policy_kl_penality", "trainer.ppo.initial_policy_kl_penalty"),
         ("model.ppo.num_rollout_sample", "model.ppo.num_rollout_samples"),
         ("model.rollout_micro_batch_size", "model.ppo.rollout_micro_batch_size"),
-        ("remote_critic_rm.critic.prot", "remote_critic_rm.critic.port"),
-        ("model.max_lenght", "model.ppo.length_params.max_length"),
         ("model.restore_from_path", "pretrained_checkpoint.restore_from_path"),
     ],
 )
@@ -103,11 +101,6 @@ def test_unknown_key_is_refused_with_the_nearest_one(key, nearest, tmp_path):
     found = re.search(r"\(did you mean ([\w.]+), (\S+):(\d+)\?\)", str(caught.value))
     line = Path(found[2]).read_text().splitlines()[int(found[3]) - 1]
     assert found[1] == nearest and line.strip().startswith(nearest.rpartition(".")[2] + ":")
-
-
-def test_a_near_key_that_the_yaml_file_does_not_show_is_named_alone(tmp_path):
-    with pytest.raises(ConfigError, match=r"\(did you mean trainer.ppo.gae_lambda\?\)"):
-        check("gpt_ppo_actor", tmp_path, "trainer.ppo.gae_lamda=1")
 
 
 def test_all_unknown_keys_come_in_one_error():
@@ -122,15 +115,11 @@ def test_all_unknown_keys_come_in_one_error():
     [
         ("model.lerning_rate", "model.optim.lr"),  # a name of other libraries, with a typo
         ("batch_size", "model.global_batch_size"),
-        ("model.num_epochs", "trainer.sft.max_epochs"),
         ("modle", "model"),
         ("trainer.max_step", "trainer.sft.max_steps"),
         ("pretrained_checkpoint.restore_from_path", "model.restore_from_path"),
         ("trainer.sfft", "trainer.sft"),
-        ("model.sede", "model.seed"),
-        ("model.tensor_model_paralel_size", "model.tensor_model_parallel_size"),
         ("zzz", None),
-        ("model.foo", None),
         ("trainer.learner", None),
     ],
 )
@@ -166,11 +155,6 @@ def test_notes_are_one_grouped_warning(tmp_path, monkeypatch):
 def test_what_means_something_else_is_accepted_with_a_note(name, overrides, note, tmp_path):
     (said,) = check(name, tmp_path, *overrides)
     assert note in said
-
-
-def test_the_same_clipping_twice_needs_no_note(tmp_path):
-    twice = "trainer.gradient_clip_val=${trainer.rs.gradient_clip_val}"
-    assert check("gpt_rs_actor", tmp_path, twice) == []
 
 
 def test_keys_that_a_checkpoint_brings_along_are_not_checked_in_jobs_that_do_not_read_them(
@@ -257,12 +241,6 @@ def test_count_ranks(devices, nodes, visible, env, ranks):
     assert count_ranks(devices, nodes, visible, env) == ranks
 
 
-@pytest.mark.parametrize("devices", [0, "many", -3])
-def test_count_ranks_refuses(devices):
-    with pytest.raises(ConfigError, match=r"trainer\.devices="):
-        count_ranks(devices, 1, 0, {})
-
-
 def test_accelerator():
     check_accelerator("auto", 2, 0)
     check_accelerator("gpu", 2, 2)
@@ -282,8 +260,6 @@ REFUSED = {
     "gpt_ppo_actor": rows(r"""
 model.global_batch_size=5; model.micro_batch_size=2 -> model.global_batch_size=5 .* use 4 or 6
 model.data.seq_length=9999 -> model.data.seq_length=9999 is above .*=4096
-trainer.ppo.max_steps=abc -> max_steps='abc' must be a whole number
-exp_manager.checkpoint_callback_params.mode=foo -> mode='foo' must be one of min, max
 model.ppo.num_rollout_samples=500 -> rollout_micro_batch_size=8\); use 496 or 504
 model.ppo.num_rollout_samples=72 -> multiple of 64 \(model.global_batch_size=64\)
 model.ppo.num_val_samples=12 -> model.ppo.num_val_samples=12
@@ -292,9 +268,6 @@ model.ppo.length_params.min_length=3000 -> min_length=3000 is above .*max_length
 model.dynamic_micro_batch_tokens=512; model.ppo.loss_reduction=microbatch ->
     model.dynamic_micro_batch_tokens=512 makes micro-batches of similar samples, but
     model.ppo.loss_reduction=microbatch depends on which samples share one; use token or
-remote_critic_rm.critic.port=70000 -> critic.port=70000 must be at least 1 and at most 65535
-model.ppo.sampling_params.temperature=0.0 -> temperature=0.0 must be above 0
-model.ppo.sampling_params.top_p=1.5 -> top_p=1.5 must be above 0 and at most 1
 trainer.ppo.model_gbs=32 -> model_gbs=32 and model.global_batch_size=64 must be the same
 pretrained_checkpoint.restore_from_path=null -> restore_from_path is not set
 model.data.data_prefix=null -> data_prefix is not set; give the data files
@@ -326,7 +299,6 @@ model.micro_batch_size=3 -> model.global_batch_size=64 must be a multiple of 3
 pretrained_checkpoint.restore_from_path=null -> model.num_layers, .* are not set either
 """),
     "gpt_sft": rows(r"""
-model.data.chat=True; model.data.chat_template=tokenizer -> set one
 model.data.train_ds.add_sep=True -> add_sep=True is not supported yet
 model.data.validation_ds.packed_sequence=True; model.context_parallel_size=2; trainer.devices=2 ->
     packed_sequence=True with model.context_parallel_size=2
@@ -357,7 +329,6 @@ remote_rm.reward_model.ip=[a,b]; remote_rm.reward_model.port=[1,2,3] -> names 2 
     3 ports
 remote_rm.reward_model.ip=[] -> ip=\[\] .* names no server
 model.rs.sampling_params.use_greedy=True -> 4 responses to a prompt would be the same
-remote_rm.token_file=/none -> remote_rm.token_file=/none cannot be
 remote_rm.host=localhost:5555 -> give the host name or IP address alone
 remote_rm.reward_models=5 -> reward_models=5 must map names to servers
 remote_rm.reward_models.with_kl.port=5555 -> the name 'with_kl', which becomes part of
@@ -367,7 +338,6 @@ remote_rm.reward_models.a.ip=b; remote_rm.reward_models.a.port=0 -> a.port=0: 0 
 """),
     "inference_rm": rows(r"""
 inference.host=0.0.0.0 -> host=0.0.0.0 .* needs a token
-inference.reward_fn_fallback=.nan -> reward_fn_fallback=nan must be a finite number
 rm_model_file=null -> rm_model_file is not set
 inference.reward_fn=a.py:f; rm_model_file=null -> needs the tokenizer of the policy
 inference.reward_fn=a.py:f; trainer.devices=2 -> the job has 2 ranks; set trainer.dev

@@ -58,23 +58,6 @@ def test_a_null_with_a_meaning_is_kept(key, value):
     assert complete({key: value}, "gpt_ppo_actor", "trainer.ppo")[key] is value
 
 
-def test_a_section_that_is_null_has_the_defaults():
-    assert (
-        complete({"adaptive_kl": None}, "gpt_ppo_actor", "trainer.ppo").adaptive_kl.target == 6.0
-    )
-
-
-def test_an_ensemble_of_rewards_is_kept_as_it_is():
-    members = {"a": {"ip": "x", "port": 1}}
-    assert (
-        complete({"reward_models": members}, "gpt_rs_actor", "remote_rm").reward_models == members
-    )
-
-
-def test_none_and_no_keys_give_the_same():
-    assert complete(None, "inference_rm", "inference") == complete({}, "inference_rm", "inference")
-
-
 def test_architecture_keys_that_are_null_get_their_fallback():
     model = complete_model(TINY | {"ffn_hidden_size": None, "bias": None}, "gpt_ppo_actor")
 
@@ -94,11 +77,6 @@ def test_an_optimizer_without_schedule_keeps_its_rate():
     assert "sched" not in complete_config(cfg, "gpt_ppo_actor").model.optim
     optim = complete(cfg["model"]["optim"], "gpt_ppo_actor", "model.optim")
     assert (optim.sched.name, optim.sched.constant_steps, optim.weight_decay) == ("constant", 0, 0)
-
-
-def test_a_model_section_without_optimizer_and_data_stays_without():
-    model = complete_model(TINY, "gpt_ppo_actor")
-    assert "optim" not in model and "data" not in model
 
 
 def test_a_default_that_cannot_be_computed_names_its_key():
@@ -142,10 +120,6 @@ def test_names_that_a_user_chooses_stand_in_a_mapping(value):
     key = JOBS["gpt_sft"].keys["model.mcore_customization_config"]
     with pytest.raises(ConfigError, match="model.mcore_customization_config=.* must be a mapping"):
         key.check(Values({"model": {"mcore_customization_config": value}}))
-
-
-def test_what_stands_in_the_place_of_a_section_is_left_to_the_checks():
-    assert complete_config({"trainer": 3}, "gpt_sft").trainer == 3
 
 
 def test_loading_defaults_imports_neither_torch_nor_nemo():

@@ -13,13 +13,17 @@ from nemo_aligner.algorithms.ppo_data import make_kl_controller
 from nemo_aligner.config import schema as config_schema
 from nemo_aligner.config.defaults import complete_model
 from nemo_aligner.config.jobs import JOBS
-from nemo_aligner.config.parallel_rules import check_architecture
+from nemo_aligner.config.parallel_rules import check_architecture, parallel_factor
+from nemo_aligner.config.rollout_rules import check_shared_queue
 from nemo_aligner.config.rules import check_keys_alone
 from nemo_aligner.config.schema import CONFIG_NAMES
+from nemo_aligner.config.server_rules import (
+    check_one_reward_per_sample,
+    check_reward_standardization,
+)
 from nemo_aligner.config.values import Values
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.core.kl import FixedKLController
-from nemo_aligner.jobs.rollouts import train_ppo
 from tests.cases import rows
 from tests.tiny_models import tiny_config
 from tests.unit.test_config_checks import check, check_at_start, check_with_checkpoint, load
@@ -105,14 +109,6 @@ def test_a_value_in_the_place_of_a_section_is_refused(key, value, shown, below, 
         ConfigError, match=f"{key}={shown} is a section; set its keys, such as {below}"
     ):
         check_at_start(cfg, "gpt_ppo_actor")
-
-
-@pytest.mark.parametrize("section", ["trainer", "model.optim"])
-def test_a_job_says_so_before_it_reads_its_keys(section, tmp_path):
-    cfg = load("gpt_ppo_actor", tmp_path)
-    OmegaConf.update(cfg, section, "text", merge=False)
-    with pytest.raises(ConfigError, match=f"{section}='text' is a section; set its keys"):
-        train_ppo.__wrapped__(cfg)
 
 
 @pytest.mark.parametrize("value", [["a"], True])
@@ -239,3 +235,55 @@ def test_a_configuration_with_all_defaults_of_a_model_passes(name, tmp_path):
     cfg.model.encoder_seq_length = 4096
     cfg.model = complete_model(cfg.model, name)
     check_with_checkpoint(cfg, name)
+
+
+# ---- rules that constructors call too
+
+TINY = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "encoder_seq_length": 32}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ((None, 2, 2, 1), "this model has none"),
+        ((3, 2, 2, 1), "model.num_moe_experts=3 must be a multiple of 2"),
+        ((4, 4, 3, 2), "_size=4 does not divide the 6 data-parallel"),
+    ],
+)
+def test_expert_parallel(sizes, message):
+    def check(experts, size, dp, cp):
+        model = {"num_moe_experts": experts, "expert_model_parallel_size": size}
+        values = Values({"model": model | {"context_parallel_size": cp}})
+        assert parallel_factor(values, dp * cp, complete=True) == {"data parallel size": dp}
+
+    check(None, 1, 3, 1)
+    check(4, 2, 1, 2)
+    with pytest.raises(ConfigError, match=message):
+        check(*sizes)
+
+
+def test_what_a_constructor_may_be_given():
+    for use_flask, experts in ((False, 4), (None, 4), (True, 1)):
+        check_shared_queue("", use_flask, experts)
+    check_reward_standardization({"reward_standardization": None})
+    standardization = {"enable": False, "mean": None, "std": 0.0}
+    check_reward_standardization({"reward_standardization": standardization})
+    standardization |= {"enable": True, "mean": 0.0}
+    with pytest.raises(ConfigError, match="std=0.0 must be above 0"):
+        check_reward_standardization({"reward_standardization": standardization})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"regression": {"num_attributes": 2}}, "gives 2 attributes"),
+        ({"regression": {"attribute_weights": [1.0]}}, "only when attributes are merged"),
+        ({"output_sequence": True}, "a number per token"),
+    ],
+)
+def test_one_reward_per_text(changes, message):
+    check_one_reward_per_sample(complete_model(TINY, "inference_rm"))
+    merged = {"regression": {"num_attributes": 2, "merge_attributes": True}}
+    check_one_reward_per_sample(complete_model(TINY | merged, "inference_rm"))
+    with pytest.raises(ConfigError, match=message):
+        check_one_reward_per_sample(complete_model(TINY | changes, "inference_rm"))

@@ -18,7 +18,7 @@ import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from nemo_aligner.config.defaults import complete_config
-from nemo_aligner.config.judge_rules import read_web_rewards
+from nemo_aligner.config.server_rules import read_web_rewards
 from nemo_aligner.config.values import plain_dict
 from nemo_aligner.core.errors import ConfigError, LostPeerError, UserError
 from nemo_aligner.servers.judge import JudgeWorker

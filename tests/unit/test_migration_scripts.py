@@ -10,14 +10,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from nemo.utils.exp_manager import exp_manager
 from omegaconf import OmegaConf
 
-from nemo_aligner.core.endings import ExitCode
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.core.retired import RETIRED
 from nemo_aligner.models.alignable_interface import (
@@ -30,9 +27,7 @@ from nemo_aligner.models.nlp.gpt.megatron_gpt_model import (
     RetiredHooks,
 )
 from nemo_aligner.servers.critic_client import RemoteGPTRMCriticClient, SaveFuture
-from nemo_aligner.training import megatron_steps
 from nemo_aligner.utils import train_script_utils as steps
-from tests.tiny_models import tiny_config
 from tests.unit.test_migration_page import generator
 
 ROOT = Path(__file__).parents[2]
@@ -152,23 +147,6 @@ def test_nemos_experiment_manager_writes_tensorboard_files_alone(tmp_path):
     assert not list(tmp_path.rglob("*.jsonl"))
 
 
-def test_a_script_without_the_decorator_ends_with_a_traceback(tmp_path):
-    text = (
-        "from nemo_aligner.core.errors import UserError\n{}def main():\n    raise UserError('x')\n"
-    )
-    decorator = "from nemo_aligner.launch.endings import user_errors_end_the_job\n@{}\n"
-    ends = {}
-    for name, line in (("plain", ""), ("own", decorator.format("user_errors_end_the_job"))):
-        (tmp_path / f"{name}.py").write_text(text.format(line) + "main()\n")
-        command = [sys.executable, str(tmp_path / f"{name}.py")]
-        env = {**os.environ, "PYTHONPATH": str(ROOT)}
-        ended = subprocess.run(command, env=env, capture_output=True, text=True)
-        assert ended.returncode == (1 if name == "plain" else ExitCode.USER_ERROR)
-        ends[name] = ended.stderr
-    assert "Traceback" in ends["plain"] and "Traceback" not in ends["own"]
-    assert "ERROR: x" in ends["own"]
-
-
 # --- names
 
 
@@ -207,17 +185,6 @@ def test_a_method_that_nothing_calls_cannot_be_overridden_or_called(name):
     assert RETIRED_HOOKS[name] in str(caught.value)
 
 
-def test_what_replaces_those_methods_is_there():
-    from nemo_aligner.models.nlp.gpt.gpt_sft_model import GPTSFTModel
-
-    arguments = inspect.signature(GPTSFTModel.get_loss_and_metrics).parameters
-    assert list(arguments) == ["self", "batch", "forward_only"]
-    arguments = inspect.signature(MegatronGPTModel.module_provider).parameters
-    assert list(arguments)[:4] == ["self", "pre_process", "post_process", "vp_stage"]
-    assert "loss_fn" in inspect.signature(megatron_steps.forward_backward).parameters
-    assert "output_fn" in inspect.signature(megatron_steps.forward_collect).parameters
-
-
 def test_calls_that_need_another_form(tiny_tokenizer, tmp_path):
     from nemo_aligner.data.nlp.datasets import RewardModelDataset, RLHFDataset
 
@@ -232,15 +199,3 @@ def test_calls_that_need_another_form(tiny_tokenizer, tmp_path):
     assert arguments == ["self", "rollout_batch"]
     returned = inspect.signature(RemoteGPTRMCriticClient.save).return_annotation
     assert returned in (SaveFuture, "SaveFuture")
-
-
-def test_optimizer_and_schedule_are_those_of_megatron_core(tiny_tokenizer_dir):
-    model = MegatronGPTModel(tiny_config(tiny_tokenizer_dir, num_layers=1))
-    optimizer, scheduler = model.setup_megatron_optimization(10)
-    with pytest.raises(TypeError):
-        optimizer.step(lambda: 0.0)
-    assert isinstance(scheduler, OptimizerParamScheduler)
-    scheduler.step(increment=1)
-    scheduler.step(increment=1)
-    assert scheduler.num_steps == 2
-    assert SimpleNamespace(**scheduler.state_dict()).num_steps == 2

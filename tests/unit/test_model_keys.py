@@ -29,7 +29,7 @@ from nemo_aligner.models.nlp.gpt.megatron_config import KERNELS, TRANSFORMER_ENG
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRewardModel
 from nemo_aligner.training.megatron_steps import forward_collect
-from tests.cases import some_of
+from tests.cases import rows, some_of
 from tests.tiny_models import tiny_config
 
 pytestmark = pytest.mark.slow
@@ -470,62 +470,42 @@ def test_a_window_needs_one_context_rank_under_transformer_engine(monkeypatch):
     assert megatron_config._window(cfg) == (47, 0)
 
 
-@pytest.mark.parametrize(
-    "keys, message",
-    [
-        (
-            {"position_embedding_type": "longrope"},
-            "'longrope' is not supported; use rope",
-        ),
-        ({"position_embedding_type": "yarn"}, "yarn_rotary_scaling_factor=None .*=yarn"),
-        (
-            YARN | {"yarn_original_max_position_embeddings": None},
-            "original_max_position_embeddings=None",
-        ),
-        (YARN | {"rotary_percentage": 0.5}, "rotary_percentage=0.5 .*yarn"),
-        (YARN | {"rotary_interleaved": True}, "rotary_interleaved=True .*set it to False"),
-        (YARN | {"seq_len_interpolation_factor": 2.0}, "factor=2.0 .*set it to null"),
-        (YARN | {"scale_positional_embedding": True}, "scale_positional_embedding=True .*yarn"),
-        ({"window_attn_skip_freq": 2}, "window_attn_skip_freq=2 needs .*window_size"),
-        ({"window_size": [3, 0], "window_attn_skip_freq": [1, 0, 1]}, "list with 1 .window. or 0"),
-        ({"window_size": [3, 0], "window_attn_skip_freq": 1}, "whole number from 2 on"),
-        ({"no_rope_freq": [2, 0]}, "no_rope_freq=.2, 0. must be"),
-        ({"no_rope_freq": 2, "position_embedding_type": "none"}, "no_rope_freq=2 with"),
-        ({"transformer_block_type": "normformer"}, "norms stand where model.norm_position says"),
-        ({"qk_layernorm_all_heads": True}, "qk_layernorm_all_heads=True needs"),
-        ({"rotary_base_local": 100.0}, "rotary_base_local=100.0 needs model.window_size"),
-        (
-            {"parallel_attention": True, "norm_position": "both"},
-            "norm_position=both .*parallel_attention; set it to before",
-        ),
-        (
-            {"mcore_customization_config": {"moe_expert_capacity_factor": 1.0}},
-            "moe_expert_capacity_factor=1.0 .*break a promise: .* the same numbers.* at any split",
-        ),
-        (
-            {"mcore_customization_config": {"fp32_residual_connection": True}},
-            "does not act there; set model.fp32_residual_connection",
-        ),
-        (
-            {"mcore_customization_config": {"recompute_modules": ["mlp"]}},
-            "recompute_modules=.* needs model.activations_checkpoint_granularity=selective",
-        ),
-        (
-            {
-                "mcore_customization_config": {"recompute_modules": ["attention"]},
-                "activations_checkpoint_granularity": "selective",
-            },
-            "gives recompute_modules, and Megatron Core refuses: Invalid choices",
-        ),
-        (
-            {"mcore_customization_config": {"query_pre_attn_scalar": 224}},
-            "query_pre_attn_scalar=224 does not act there; set model.query_pre_attn_scalar",
-        ),
-    ],
-)
+YARN_KEYS = " ".join(f"{key}={value}" for key, value in YARN.items())
+CORE = "mcore_customization_config"
+TOGETHER = rows(f"""
+position_embedding_type=longrope -> 'longrope' is not supported; use rope
+position_embedding_type=yarn -> yarn_rotary_scaling_factor=None .*=yarn
+{YARN_KEYS} yarn_original_max_position_embeddings=null -> original_max_position_embeddings=None
+{YARN_KEYS} rotary_percentage=0.5 -> rotary_percentage=0.5 .*yarn
+{YARN_KEYS} rotary_interleaved=true -> rotary_interleaved=True .*set it to False
+{YARN_KEYS} seq_len_interpolation_factor=2.0 -> factor=2.0 .*set it to null
+{YARN_KEYS} scale_positional_embedding=true -> scale_positional_embedding=True .*yarn
+window_attn_skip_freq=2 -> window_attn_skip_freq=2 needs .*window_size
+window_size=[3,0] window_attn_skip_freq=[1,0,1] -> list with 1 .window. or 0
+window_size=[3,0] window_attn_skip_freq=1 -> whole number from 2 on
+no_rope_freq=[2,0] -> no_rope_freq=.2, 0. must be
+no_rope_freq=2 position_embedding_type=none -> no_rope_freq=2 with
+transformer_block_type=normformer -> norms stand where model.norm_position says
+qk_layernorm_all_heads=true -> qk_layernorm_all_heads=True needs
+rotary_base_local=100.0 -> rotary_base_local=100.0 needs model.window_size
+parallel_attention=true norm_position=both -> norm_position=both .*parallel_attention; set it to
+    before
+{CORE}.moe_expert_capacity_factor=1.0 -> moe_expert_capacity_factor=1.0 .*break a promise: .* the
+    same numbers.* at any split
+{CORE}.fp32_residual_connection=true -> does not act there; set model.fp32_residual_connection
+{CORE}.recompute_modules=[mlp] -> recompute_modules=.* needs
+    model.activations_checkpoint_granularity=selective
+{CORE}.recompute_modules=[attention] activations_checkpoint_granularity=selective -> gives
+    recompute_modules, and Megatron Core refuses: Invalid choices
+{CORE}.query_pre_attn_scalar=224 -> query_pre_attn_scalar=224 does not act there; set
+    model.query_pre_attn_scalar
+""")
+
+
+@pytest.mark.parametrize("keys, message", TOGETHER)
 def test_what_does_not_go_together_is_refused(build, keys, message):
     with pytest.raises(ConfigError, match=message):
-        build(**keys)
+        build(**OmegaConf.to_container(OmegaConf.from_dotlist(keys.split())))
 
 
 def test_a_number_stands_for_a_pattern_of_layers(build):
@@ -711,36 +691,21 @@ UNEVEN = {"num_layers": 7, "pipeline_model_parallel_size": 3, "num_attention_hea
 
 @pytest.mark.parametrize(
     "keys, message",
-    [
-        ({}, "model.num_layers=7 must be a multiple of 3"),
-        ({"num_layers_in_first_pipeline_stage": 2}, "leave 5 of model.num_layers=7"),
-        ({"num_layers_in_first_pipeline_stage": 6}, "leave 1 of model.num_layers=7"),
-        ({"num_layers_in_last_pipeline_stage": 0}, "last_pipeline_stage=0 must be at least 1"),
-        (
-            {
-                "pipeline_model_parallel_size": 2,
-                "num_layers_in_first_pipeline_stage": 3,
-                "num_layers_in_last_pipeline_stage": 3,
-            },
-            "leave 1 of model.num_layers=7 for the other 0",
-        ),
-        (
-            {"num_layers_in_first_pipeline_stage": 3, "virtual_pipeline_model_parallel_size": 2},
-            "stage 0 has 3 layers, which model.virtual_pipeline_model_parallel_size=2",
-        ),
-        (
-            {
-                "num_layers_in_first_pipeline_stage": 5,
-                "activations_checkpoint_granularity": "full",
-                "activations_checkpoint_num_layers": 3,
-            },
-            "more than the 1 layers of a stage",
-        ),
-    ],
+    rows("""
+num_layers=7 -> model.num_layers=7 must be a multiple of 3
+num_layers_in_first_pipeline_stage=2 -> leave 5 of model.num_layers=7
+num_layers_in_last_pipeline_stage=0 -> last_pipeline_stage=0 must be at least 1
+pipeline_model_parallel_size=2 num_layers_in_first_pipeline_stage=3
+    num_layers_in_last_pipeline_stage=3 -> leave 1 of model.num_layers=7 for the other 0
+num_layers_in_first_pipeline_stage=3 virtual_pipeline_model_parallel_size=2 -> stage 0 has 3
+    layers, which model.virtual_pipeline_model_parallel_size=2
+num_layers_in_first_pipeline_stage=5 activations_checkpoint_granularity=full
+    activations_checkpoint_num_layers=3 -> more than the 1 layers of a stage
+"""),
 )
 def test_stages_that_cannot_be_built_are_refused(keys, message):
     with pytest.raises(ConfigError, match=message):
-        check_architecture(UNEVEN | keys)
+        check_architecture(UNEVEN | dict(OmegaConf.from_dotlist(keys.split())))
 
 
 def test_the_constructor_checks_the_stages(build):

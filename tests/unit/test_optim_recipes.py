@@ -12,6 +12,7 @@ import torch
 from nemo.core.optim.lr_scheduler import AVAILABLE_SCHEDULERS
 from nemo.core.optim.optimizers import AVAILABLE_OPTIMIZERS
 from nemo.utils import logging
+from omegaconf import OmegaConf
 
 from nemo_aligner.config.defaults import complete
 from nemo_aligner.config.optim_rules import (
@@ -24,6 +25,7 @@ from nemo_aligner.config.optim_rules import (
 from nemo_aligner.core.errors import ConfigError
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 from nemo_aligner.training.optim import build_scheduler
+from tests.cases import rows
 from tests.tiny_models import tiny_config
 
 LR = 0.4
@@ -266,22 +268,18 @@ def test_fields_of_megatron_core_that_cannot_be_given(tiny_tokenizer_dir, fields
 
 @pytest.mark.parametrize(
     ("optim", "message"),
-    [
-        ({"sched": {"name": "Cosine"}}, "'Cosine' is not supported; use one of constant, Cosine"),
-        (
-            {"sched": {"name": "NoamAnnealing"}},
-            "d_model=None must be above 0; NoamAnnealing needs it",
-        ),
-        (
-            {"sched": {"name": "CosineAnnealing", "warmup_ratio": 0.1, "warmup_steps": 3}},
-            "warmup_ratio=0.1 and .*warmup_steps=3 say the same thing twice; set .* null",
-        ),
-        (
-            {"lr": 0.1, "sched": {"name": "WarmupAnnealing", "min_lr": 0.2}},
-            "min_lr=0.2 is above model.optim.lr=0.1",
-        ),
-    ],
+    rows("""
+name=sdg -> 'sdg' is not supported; use one of distributed_fused_adam, mcore
+momentum=1.5 -> momentum=1.5 must be at least 0 and at most 1
+sched.name=Cosine -> 'Cosine' is not supported; use one of constant, Cosine
+sched.name=NoamAnnealing -> d_model=None must be above 0; NoamAnnealing needs it
+sched.name=constant sched.warmup_steps=1.5 -> warmup_steps=1.5 must be a whole
+sched.name=constant sched.warmup_ratio=2 -> warmup_ratio=2 must be at least 0 a
+sched.name=CosineAnnealing sched.warmup_ratio=0.1 sched.warmup_steps=3 -> warmup_ratio=0.1 and
+    .*warmup_steps=3 say the same thing twice; set .* null
+lr=0.1 sched.name=WarmupAnnealing sched.min_lr=0.2 -> min_lr=0.2 is above model.optim.lr=0.1
+"""),
 )
 def test_refusals(optim, message):
     with pytest.raises(ConfigError, match=message):
-        check_optim(optim)
+        check_optim(OmegaConf.from_dotlist(optim.split()))

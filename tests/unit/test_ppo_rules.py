@@ -45,7 +45,6 @@ def test_names_of_choices_are_those_of_the_math():
 WORKS = rows("""
 T.advantage_estimator=reinforce_plus_plus; SEPARATE
 T.adaptive_kl.enable=True; T.kl_estimator=k3; T.target_kl=0.1
-T.overlong_buffer_len=128; T.reward_clip=5; T.advantage_clip=3
 M.dual_clip=3; M.kl_loss_coef=0.001; T.critic_gae_lambda=1
 M.ratio_eps_high=0.28; M.loss_reduction=constant
 GRPO; M.policy_loss=gmpo; M.loss_reduction=sequence; M.ratio_eps=0.4; M.ratio_eps_high=0.5
@@ -57,7 +56,6 @@ M.generation.reshard={tp: 1, pp: 1}; model.tensor_model_parallel_size=2; trainer
 """)
 # overrides -> what the error says, with ` & ` between -> the remedy that it names
 REFUSED = rows("""
-T.advantage_estimator=gape -> gape & rloo ->
 M.environment.path=a.py:A; M.environment.port=5600 -> M.environment.port=5600 & set one to null ->
     M.environment.path=null
 M.environment.port=5600; M.environment.host=0.0.0.0 -> M.environment.host=0.0.0.0 & needs a token
@@ -71,7 +69,7 @@ GRPO; M.environment.port=5600; T.overlong_buffer_len=64 -> overlong_buffer_len=6
 T.advantage_estimator=teacher; SEPARATE; T.initial_policy_kl_penalty=0 ->
     advantage_estimator=teacher learns from a teacher alone & teacher_kl_coef=0 ->
     T.teacher_kl_coef=1
-TEACHER; T.initial_policy_kl_penalty=0.01 -> initial_policy_kl_penalty=0.01 is part of the reward
+TEACHER; T.initial_policy_kl_penalty=0.01 -> initial_policy_kl_penalty=0.01 is part of the total
     -> T.initial_policy_kl_penalty=0
 TEACHER; R.reward_model.port=5999 -> reward_model={'name': 'reward_model' & is not asked & in
     remote_critic_rm -> R.reward_model.port=5555
@@ -98,15 +96,14 @@ T.dynamic_sampling_rounds=2 -> dynamic_sampling_rounds=2 & advantage_estimator=g
     T.dynamic_sampling_rounds=0
 M.policy_loss=gspo -> policy_loss=gspo & loss_reduction=token & set loss_reduction=sequence ->
     M.loss_reduction=sequence
-M.policy_loss=cispo; M.dual_clip=3 -> dual_clip=3 is for policy_loss=clip, gspo, not cispo ->
+M.policy_loss=cispo; M.dual_clip=3 -> dual_clip=3 is for policy_loss=clip & =cispo ->
     M.dual_clip=null
-M.policy_loss=sapo; M.ratio_eps_high=0.28 -> ratio_eps_high=0.28 is for policy_loss=clip, gspo,
-    cispo, gmpo, not sapo -> M.ratio_eps_high=null
+M.policy_loss=sapo; M.ratio_eps_high=0.28 -> ratio_eps_high=0.28 is for policy_loss=clip & =sapo
+    -> M.ratio_eps_high=null
 M.policy_loss=gmpo; M.loss_reduction=sequence -> policy_loss=gmpo & Use grpo, dr_grpo or rloo ->
     GRPO
 M.policy_loss=sapo; T.loss=mine.py:loss -> T.loss=mine.py:loss takes the place of
     M.policy_loss=sapo -> T.loss=null
-M.generation.reshard=tp -> reshard & auto ->
 M.generation.reshard={tp: 1} -> reshard={tp: 1} & both sizes ->
 M.generation.reshard={tp: 3, pp: 1}; model.tensor_model_parallel_size=2; trainer.devices=2 -> {tp:
     3, pp: 1} & 2 ranks & divide -> M.generation.reshard=auto
@@ -122,11 +119,9 @@ M.generation.reshard=auto; model.peft.peft_scheme=lora; model.peft.merge_for_gen
 T.trt_llm.enable=True; T.trt_llm.reshard=True; model.peft.peft_scheme=lora;
     model.peft.merge_for_generation=False -> M.generation.reshard=auto & merge_for_generation=False
     -> T.trt_llm.enable=False
-T.overlong_buffer_len=5000 -> 5000 & set it to at most 2048 -> T.overlong_buffer_len=2048
+T.overlong_buffer_len=5000 -> 5000 & max_length=2048; lower it -> T.overlong_buffer_len=2048
 T.adaptive_kl.enable=True; T.adaptive_kl.target=null -> T.adaptive_kl.target is not set ->
     T.adaptive_kl.enable=False
-T.adaptive_kl.enable=True; T.adaptive_kl.horizon=null -> T.adaptive_kl.horizon is not set ->
-    T.adaptive_kl.horizon=10000
 R.critic.port=null -> critic.port is not set & gae -> GRPO
 T.adaptive_kl.enable=True; T.initial_policy_kl_penalty=0 -> initial_policy_kl_penalty=0 & stays 0
     -> T.initial_policy_kl_penalty=0.01

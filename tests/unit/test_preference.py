@@ -140,7 +140,7 @@ REFUSED = {
     "dpo": [
         (
             "dpo.label_smoothing=0.1 dpo.preference_loss=ipo",
-            "belongs to model.dpo.preference_loss=dpo, not ipo",
+            "belongs to model.dpo.preference_loss=dpo, not .*=ipo",
         ),
         ("dpo.preference_loss_weight=0", "both 0: nothing would be learned"),
         ("data.data_impl=mmap", "where a response begins"),

@@ -82,10 +82,3 @@ def test_any_value_of_any_key(configuration, place, value):
 )
 def test_what_is_no_text_is_refused_by_name(configuration, name, key, value):
     assert key in refusal(configuration, name, key, value)
-
-
-@tried(25)
-@given(name=st.sampled_from(CONFIG_NAMES), word=st.text("abcdefgh_", min_size=1, max_size=8))
-def test_any_unknown_key_is_refused_by_name(configuration, name, word):
-    key = f"model.{word}_unknown"
-    assert key in refusal(configuration, name, key, 1)

@@ -74,16 +74,16 @@ def said_by(who, printed):
 
 
 @pytest.mark.full
-def test_remarks_of_libraries_are_kept_for_a_crash(job):
+def test_remarks_of_libraries_are_kept_for_a_crash_or_shown_on_demand(job):
     printed = job()
     assert len(said_by("the user", printed)) == 3, printed
     assert said_by("a library", printed) == []
     assert "error of a library" in printed and "error of the user" in printed
-    printed = job("crash")
-    said, _, before = printed.partition("What libraries said before:")
+    said, _, before = job("crash").partition("What libraries said before:")
     assert len(said_by("the user", said)) == 3
     assert "warning of a library" in before and "logged by a library" in before
     assert "RuntimeError: it broke" in before
+    assert len(said_by("a library", job("folder", **{VERBOSE: "1"}))) == 3
 
 
 @pytest.mark.full
@@ -96,9 +96,3 @@ def test_they_go_to_a_file_of_the_run(job, tmp_path):
             assert f"{text} {who}\n" in lines
         assert f"WARNING {who}: logged by {who}\n" in lines
     assert "the user" not in lines and "error of" not in lines
-
-
-@pytest.mark.full
-def test_everything_is_shown_on_demand(job, tmp_path):
-    printed = job("folder", **{VERBOSE: "1"})
-    assert len(said_by("a library", printed)) == 3, printed

@@ -5,7 +5,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from nemo_aligner.config import rollout_rules
+from nemo_aligner.config import rollout_rules, server_rules
 from nemo_aligner.config.fields import (
     ABSENT,
     LARGEST_PORT,
@@ -18,7 +18,6 @@ from nemo_aligner.config.fields import (
 from nemo_aligner.config.keys import common, rollouts
 from nemo_aligner.config.keys.data import Lines
 from nemo_aligner.config.keys.model import PolicyPeft, TrainedModel
-from nemo_aligner.config.ppo_rules import check_ppo
 from nemo_aligner.config.values import Values
 from nemo_aligner.core import estimators
 from nemo_aligner.core.errors import ConfigError
@@ -222,6 +221,126 @@ class PPOPolicy(rollouts.Policy):
     trt_llm: rollouts.PolicyTrtLlm = section()
 
 
+def _estimators(kind: str) -> str:
+    """The advantage estimators of this property, as a rule has them."""
+    found = (name for name, each in estimators.ADVANTAGE_ESTIMATORS.items() if getattr(each, kind))
+    return "|".join(found)
+
+
+_PPO_WORDS = {
+    "WITH_CRITIC": _estimators("needs_critic"),
+    "COMPARES": _estimators("compares_responses"),
+    "OF_PARTS": _estimators("compares_parts"),
+    "OF_TEACHER": _estimators("of_teacher"),
+    "OF_RESPONSES": "|".join(estimators.LOSSES_OF_RESPONSES),
+    "DUAL_CLIPPED": "|".join(estimators.DUAL_CLIPPED),
+    "RANGED": "|".join(estimators.RANGED),
+    "ESTIMATOR": "trainer.ppo.advantage_estimator",
+    "REMOTE": "remote_critic_rm",
+    "PPO": "trainer.ppo",
+    "MODEL": "model.ppo",
+}
+_PPO_RULES = """
+PPO.process_rewards=steps & ESTIMATOR!=grpo | is for grpo, but {}; set it to sum
+PPO.overlong_buffer_len & PPO.process_rewards=steps | is a penalty at the last token of a response,
+    which ends no step as {} needs it; set one of them back
+PPO.overlong_buffer_len>MODEL.length_params.max_length | is longer than
+    {MODEL.length_params.max_length}; lower it
+PPO.dynamic_sampling_rounds & ESTIMATOR!=COMPARES or ESTIMATOR=OF_PARTS or
+    PPO.process_rewards=steps or PPO.teacher_kl_coef | replaces prompts whose responses all have
+    the same reward, but with {} they have a signal too; set it to 0, or use grpo, dr_grpo or rloo
+    with process_rewards=sum and without a teacher
+PPO.loss & MODEL.policy_loss!=clip | takes the place of {}; leave one of them out
+MODEL.policy_loss=OF_RESPONSES & MODEL.loss_reduction!=sequence | is one value of a response, and
+    {} would weigh it by the number of tokens; set loss_reduction=sequence
+MODEL.policy_loss=gmpo & ESTIMATOR!=COMPARES or PPO.teacher_kl_coef or PPO.process_rewards=steps or
+    PPO.advantages | takes one advantage for a whole response, which {} does not give. Use grpo,
+    dr_grpo or rloo, without process_rewards=steps, own advantages and teacher_kl_coef, or
+    policy_loss=gspo
+MODEL.dual_clip & MODEL.policy_loss!=DUAL_CLIPPED | is for policy_loss=DUAL_CLIPPED, not {}; set it
+    to null
+MODEL.ratio_eps_high & MODEL.policy_loss!=RANGED | is for policy_loss=RANGED, not {}; set it to
+    null
+PPO.sampler_correction.low>=PPO.sampler_correction.high | must be below
+    {PPO.sampler_correction.high}
+PPO.covariance.low>=PPO.covariance.high | must be below {PPO.covariance.high}
+PPO.sampler_correction.weights or PPO.sampler_correction.reject & MODEL.rollout_logprobs=sampler |
+    compares the sampler's log-probs with the trainer's, which {} leaves out; set it to recompute
+PPO.covariance.rule=clip or PPO.sampler_correction.weights=token or
+    PPO.sampler_correction.reject=token & MODEL.policy_loss=gmpo | gives tokens of a response other
+    advantages, of which {} takes the mean; set it to null, or use gspo
+PPO.adaptive_kl.target=null or PPO.adaptive_kl.horizon=null & PPO.adaptive_kl.enable | , but {}
+    needs a number
+PPO.adaptive_kl.enable & !PPO.initial_policy_kl_penalty | multiplies {}, which stays 0; set a small
+    penalty to start from, for example 0.01, or switch adaptive_kl off
+MODEL.num_rollouts_per_prompt<2 & ESTIMATOR=COMPARES | gives nothing to compare, but {} compares
+    the responses to a prompt; raise it
+REMOTE.critic.ip=null or REMOTE.critic.port=null & ESTIMATOR=WITH_CRITIC | , but {} needs a critic;
+    give its address
+REMOTE.combine_rm_and_critic_server & ESTIMATOR!=WITH_CRITIC | has the critic's server give
+    rewards, but {} has no critic; unset it, and set PPO.reward_fn, REMOTE.reward_model or
+    reward_models
+REMOTE.reward_models=null & ESTIMATOR=OF_PARTS | , but {} needs its rewards; set it
+ESTIMATOR=OF_TEACHER & !PPO.teacher_kl_coef | learns from a teacher alone, and {} leaves that out;
+    set it to 1, and the teacher's address in remote_teacher
+PPO.critic_warmup_steps & ESTIMATOR!=WITH_CRITIC | would train a critic, but {} has none; set it to
+    0
+PPO.critic_gae_lambda!=null & ESTIMATOR!=WITH_CRITIC | is for the returns that a critic learns, but
+    {} has none; set it to null
+PPO.whiten_rewards & ESTIMATOR!=WITH_CRITIC | rescales rewards of single tokens, so that their sum
+    depends on the length of a response, and {} compares sums; set it to False
+PPO.initial_policy_kl_penalty or PPO.overlong_buffer_len & ESTIMATOR=OF_PARTS|OF_TEACHER | is part
+    of the total reward, from which {} does not learn; set it to 0 (kl_loss_coef works)
+PPO.normalize_rewards or PPO.reward_clip & ESTIMATOR=OF_PARTS|OF_TEACHER | shapes the total reward,
+    from which {} does not learn; leave it at its default
+PPO.discount_factor!=1.0 & ESTIMATOR=COMPARES | has no part in {}, which compares whole responses;
+    set it to 1.0
+"""
+
+
+def check_ppo(v: Values, dp: dict[str, int], ranks: int) -> None:
+    rollout_rules.check_policy(
+        v, "ppo", "remote_critic_rm", dp, "model.ppo.num_rollouts_per_prompt"
+    )
+    check_ppo_variants(v)
+    server_rules.check_source_of_rewards(v.get("remote_critic_rm"))
+    if v.get("trainer.ppo.teacher_kl_coef"):
+        rollout_rules.check_remote(v, "remote_teacher")
+        server_rules.read_teachers(v.get("remote_teacher"))
+
+
+def check_ppo_variants(v: Values) -> None:
+    v.refuse(_PPO_RULES, **_PPO_WORDS)
+    rollout_rules.check_responses_differ(v, "model.ppo.")
+    prompts, responses = (
+        v.size(f"model.ppo.{key}") for key in ("num_rollout_samples", "num_rollouts_per_prompt")
+    )
+    samples, batch = prompts * responses, v.size("model.global_batch_size")
+    horizon = "trainer.ppo.adaptive_kl.horizon"
+    if v.get("trainer.ppo.adaptive_kl.enable") and v.get(horizon) <= 0.2 * samples:
+        raise v.error(
+            horizon,
+            f"is too short for {samples} samples per PPO step, of which one could make the "
+            f"penalty negative; set it above {0.2 * samples:g}, better to {10 * samples} or more.",
+        )
+    if samples // batch * v.get("trainer.ppo.ppo_epochs") == 1:
+        v.refuse(
+            f"""trainer.ppo.target_kl or trainer.ppo.covariance.rule=kl | acts from the second
+            update of a rollout on, but there is only one: its {samples} samples are one
+            model.global_batch_size={batch}, in one epoch. Set it to null, or a smaller
+            global_batch_size or more ppo_epochs"""
+        )
+    served = "remote_critic_rm.reward_model"
+    estimator = v.get("trainer.ppo.advantage_estimator")
+    is_asked = v.get(served) != server_rules.REWARD_ADDRESS
+    if estimators.ADVANTAGE_ESTIMATORS[estimator].of_teacher and is_asked:
+        raise v.error(
+            served,
+            f"is not asked with advantage_estimator={estimator}; name it in "
+            "remote_critic_rm.reward_models.",
+        )
+
+
 class CriticNames(Section):
     """Endpoints of the critic.
 
@@ -307,7 +426,7 @@ class RSPolicy(rollouts.Policy):
 def check_rs(v: Values, dp: dict[str, int], ranks: int) -> None:
     drawn = v.size("model.rs.num_rollouts_per_prompt")
     check_top_n(v.size("model.rs.top_n_rollouts"), drawn)
-    rollout_rules.check_responses_differ(v, "model.rs.", drawn)
+    rollout_rules.check_responses_differ(v, "model.rs.")
     rollout_rules.check_policy(v, "rs", "remote_rm", dp, "model.rs.top_n_rollouts")
 
 
@@ -366,7 +485,7 @@ def check_reinforce(v: Values, dp: dict[str, int], ranks: int) -> None:
     responses_key = "trainer.reinforce.num_rollouts_per_prompt"
     responses = v.size(responses_key)
     rollout_rules.check_compares_responses("REINFORCE", responses_key, responses)
-    rollout_rules.check_responses_differ(v, "model.reinforce.", responses, responses_key)
+    rollout_rules.check_responses_differ(v, "model.reinforce.", responses_key)
     rollout_rules.check_policy(v, "reinforce", "remote_rm", dp, responses_key)
 
 

@@ -98,57 +98,31 @@ def check_candidates(top_k: int, outside_top_k: str, sft_loss_weight: float) -> 
         )
 
 
+_STUDENT_RULES = """
+KD.jsd_beta<=0 or KD.jsd_beta>=1 | must be above 0 and below 1 (kd_loss=fwd_kl, bwd_kl)
+KD.outside_top_k=bucket & KD.target_logits_scale!=1 | needs KD.target_logits_scale=1, not {}: what
+    the teacher gives other tokens is known at this scale only; set renormalize or 1
+model.data.top_k & KD.on_policy.fraction!=null | is for logits of files; with {} a served teacher
+    gives them; set inference.top_k of its server in place of it
+KD.on_policy.fraction>0 & KD.outside_top_k!=bucket | goes wrong by tokens outside the teacher's top
+    k, which {} leaves out of the loss; set it to bucket
+KD.on_policy.fraction>0 & KD.sft_loss_weight | would make the student's own responses more likely,
+    whatever they are, by {}; set it to 0
+model.data.data_impl=mmap|packed_jsonl | holds tokens only; give those with logits
+"""
+
+
 def check_student(v: Values, dp: dict[str, int], ranks: int) -> None:
     own = "model.knowledge_distillation."
     check_not_both_0(v, [f"{own}kd_loss_weight", f"{own}sft_loss_weight"])
-    beta, outside, sft_weight, scale = (
-        v.get(own + key)
-        for key in ("jsd_beta", "outside_top_k", "sft_loss_weight", "target_logits_scale")
-    )
-    if not 0 < beta < 1:
-        raise ConfigError(
-            f"{own}jsd_beta={beta} must be above 0 and below 1 (kd_loss=fwd_kl, bwd_kl)."
-        )
-    if outside == "bucket" and scale != 1:
-        raise ConfigError(
-            f"{own}outside_top_k=bucket needs {own}target_logits_scale=1, not {scale}: what the "
-            "teacher gives other tokens is known at this scale only; set renormalize or 1."
-        )
-    _check_on_policy(v, own, outside, sft_weight)
-    if v.get("model.data.top_k") is not None:
-        check_candidates(v.get("model.data.top_k"), outside, sft_weight)
-    data_impl = str(v.get("model.data.data_impl"))
-    if data_rules.holds_tokens(data_impl):
-        raise ConfigError(
-            f"model.data.data_impl={data_impl} holds tokens only; give those with logits."
-        )
-
-
-def _check_on_policy(v: Values, loss: str, outside: str, sft_weight: float) -> None:
-    """Check how a student responds itself, if it does, and its served teacher."""
-    section, remote = loss + "on_policy.", "remote_teacher"
-    check_generation(v, section)
-    fraction, top_k = v.get(section + "fraction"), v.get("model.data.top_k")
-    if fraction is None:
-        return
-    check_remote(v, remote)
-    read_teacher(v.get(remote), remote)
-    if top_k is not None:
-        raise ConfigError(
-            f"model.data.top_k={top_k} is for logits of files; with {section}fraction={fraction} "
-            "a served teacher gives them; set inference.top_k of its server in place of it."
-        )
-    own = f"with {section}fraction={fraction} a student"
-    if fraction > 0 and outside != "bucket":
-        raise ConfigError(
-            f"{own} goes wrong by tokens outside the teacher's top k, and "
-            f"{loss}outside_top_k={outside} leaves them out of the loss; set it to bucket."
-        )
-    if fraction > 0 and sft_weight:
-        raise ConfigError(
-            f"{own} would make its own responses more likely, whatever they are, by "
-            f"{loss}sft_loss_weight={sft_weight}; set it to 0."
-        )
+    check_generation(v, f"{own}on_policy.")
+    if v.has(f"{own}on_policy.fraction"):
+        check_remote(v, "remote_teacher")
+        read_teacher(v.get("remote_teacher"))
+    v.refuse(_STUDENT_RULES, KD=own.rstrip("."))
+    if v.has("model.data.top_k"):
+        given = (v.get(own + key) for key in ("outside_top_k", "sft_loss_weight"))
+        check_candidates(v.get("model.data.top_k"), *given)
 
 
 STUDENT_JOB = Configuration(

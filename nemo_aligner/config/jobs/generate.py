@@ -70,7 +70,7 @@ class Bootstrap(Section):
 def check(v: Values, dp: dict[str, int], ranks: int) -> None:
     check_chat(v.get("model.data", {}))
     check_generation(v)
-    check_responses_differ(v, "", v.size("responses_per_prompt"), key="responses_per_prompt")
+    check_responses_differ(v, "", "responses_per_prompt")
 
 
 _NO_BATCHES = frozenset(("model.dynamic_micro_batch_tokens", "model.micro_batch_size"))

@@ -99,13 +99,11 @@ class Pairs(data.Lines):
 
 
 def check_dpo(values: Values, dp: dict[str, int], ranks: int) -> None:
-    dpo = "model.dpo."
     check_preferences(values, "dpo")
-    loss, smoothing = values.get(f"{dpo}preference_loss"), values.get(f"{dpo}label_smoothing")
-    if smoothing and loss != "dpo":
-        raise ConfigError(
-            f"{dpo}label_smoothing={smoothing} belongs to {dpo}preference_loss=dpo, not {loss}."
-        )
+    values.refuse(
+        """model.dpo.label_smoothing & model.dpo.preference_loss!=dpo | belongs to
+        model.dpo.preference_loss=dpo, not {}"""
+    )
 
 
 DPO_JOB = Configuration(

@@ -17,7 +17,6 @@ from nemo_aligner.config.fields import (
 from nemo_aligner.config.keys import common, model
 from nemo_aligner.config.keys.rollouts import RewardFunction
 from nemo_aligner.config.values import Values
-from nemo_aligner.core.errors import ConfigError
 from nemo_aligner.core.estimators import LOSS_REDUCTIONS
 
 
@@ -111,10 +110,9 @@ class CriticCheckpoints(common.CheckpointParams):
 def check_critic(values: Values, dp: dict[str, int], ranks: int) -> None:
     server_rules.check_serving(values, "trainer.ppo")
     server_rules.check_reward_standardization(values.get("model"))
-    if values.get("model.save_hf") is True:
-        raise ConfigError(
-            "model.save_hf=True writes at the end, which a server has not; use every_checkpoint."
-        )
+    values.refuse(
+        "model.save_hf=true | writes at the end, which a server has not; use every_checkpoint"
+    )
 
 
 CRITIC_JOB = Configuration(
@@ -172,18 +170,15 @@ def check_reward_server(v: Values, dp: dict[str, int], ranks: int) -> None:
     server_rules.check_serving(v, "inference")
     server_rules.check_reward_standardization(v.get("model"))
     server_rules.check_kind_of_rewards(v, "inference")
-    function = v.get("inference.reward_fn")
-    if function is None:
-        return
-    if v.get("rm_model_file") is None and v.get("model.tokenizer.library") is None:
-        raise ConfigError(
-            f"inference.reward_fn={function} reads text, so it needs the tokenizer of the policy "
-            "that it judges: set rm_model_file to the policy's .nemo, or model.tokenizer."
-        )
+    v.refuse(
+        """inference.reward_fn!=null & rm_model_file=null & model.tokenizer.library=null | reads
+        text, so it needs the tokenizer of the policy that it judges: set rm_model_file to the
+        policy's .nemo, or model.tokenizer"""
+    )
     if ranks > 1:
-        raise ConfigError(
-            f"inference.reward_fn={function} is served by one process, but the job has {ranks} "
-            "ranks; set trainer.devices=1, and more inference.reward_fn_workers if needed."
+        v.refuse(
+            f"""inference.reward_fn!=null | is served by one process, but the job has {ranks}
+            ranks; set trainer.devices=1, and more inference.reward_fn_workers if needed"""
         )
 
 

@@ -8,7 +8,6 @@ from nemo_aligner.config.keys import common
 from nemo_aligner.config.keys.data import Examples, PackedSet
 from nemo_aligner.config.keys.model import PolicyPeft, TrainedModel
 from nemo_aligner.config.values import Values
-from nemo_aligner.core.errors import ConfigError
 from nemo_aligner.core.estimators import LOSS_REDUCTIONS
 
 
@@ -55,23 +54,13 @@ def check(values: Values, dp: dict[str, int], ranks: int) -> None:
 
 def check_steerlm2(values: Values) -> None:
     """Raise `ConfigError` unless a checked job of `gpt_sft.yaml` can train SteerLM 2.0."""
-    key = JOB.restore_key
-    if values.get(key) is None:
-        raise ConfigError(f"{key} is not set; give the policy that sampled the responses.")
-    if not values.get("model.data.chat"):
-        raise ConfigError(
-            "model.data.chat=False: data of SteerLM 2 are in NeMo's chat format; set it to True."
-        )
-    reduction = values.get("model.loss_reduction")
-    if reduction != "token":
-        raise ConfigError(
-            f"model.loss_reduction={reduction} is not for SteerLM 2; leave it at token."
-        )
-    for split in ("train_ds", "validation_ds"):
-        if values.get(f"model.data.{split}.packed_sequence"):
-            raise ConfigError(
-                f"model.data.{split}.packed_sequence=True: SteerLM 2 packs none; set it to False."
-            )
+    values.refuse("""
+        model.restore_from_path=null | ; give the policy that sampled the responses
+        !model.data.chat | : data of SteerLM 2 are in NeMo's chat format; set it to True
+        model.loss_reduction!=token | is not for SteerLM 2; leave it at token
+        model.data.train_ds.packed_sequence or model.data.validation_ds.packed_sequence | : SteerLM
+            2 packs none; set it to False
+    """)
 
 
 _SIZES = {name: f"${{model.data.train_ds.{name}}}" for name in common.SIZES}

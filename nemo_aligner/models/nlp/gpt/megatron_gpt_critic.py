@@ -84,7 +84,7 @@ class MegatronGPTCriticModel(MegatronGPTRewardModel, CriticModelInterface):
                 "pretrained_checkpoint.restore_from_path, or set combine_rm_and_critic_server="
                 "False in trainer.ppo (in the actor's job in remote_critic_rm)."
             )
-        check_attributes_are_merged(self.cfg.regression)
+        check_attributes_are_merged(self.cfg)
 
     def set_output_sequence_flag(self, value_to_set: bool) -> None:
         """Give one number per position (critic), or one per sample (reward model)."""
