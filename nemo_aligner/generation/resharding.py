@@ -89,9 +89,10 @@ def reshard(split: Split, chunks: Sequence[Any], build: Callable[[Split], Any]) 
         pieces = []
         for place in range(ranks) if is_divided else [rank if keeps_shares else 0]:
             holder = holders[name, place]
-            is_here = holder == torch.distributed.get_rank()
-            piece = torch.empty(shape, dtype=dtype, device=get_device())
-            piece = source[name].detach() if is_here else piece
+            if holder == torch.distributed.get_rank():
+                piece = source[name].detach()
+            else:
+                piece = torch.empty(shape, dtype=dtype, device=get_device())
             torch.distributed.broadcast(piece, src=holder, group=group)
             pieces.append(piece)
         if name not in target:
