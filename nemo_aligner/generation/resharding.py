@@ -85,9 +85,9 @@ def reshard(split: Split, chunks: Sequence[Any], build: Callable[[Split], Any]) 
     )
     forms, holders = _found(source, set(target), rank, group)
     for name, (dim, parts, shape, dtype) in forms.items():
-        is_divided = dim is not None and not keeps_shares
+        cut = None if keeps_shares else dim  # dimension in which the pieces are joined
         pieces = []
-        for place in range(ranks) if is_divided else [rank if keeps_shares else 0]:
+        for place in [rank if keeps_shares else 0] if cut is None else range(ranks):
             holder = holders[name, place]
             if holder == torch.distributed.get_rank():
                 piece = source[name].detach()
@@ -97,10 +97,10 @@ def reshard(split: Split, chunks: Sequence[Any], build: Callable[[Split], Any]) 
             pieces.append(piece)
         if name not in target:
             continue
-        if is_divided:
-            whole = [torch.cat(part, dim) for part in zip(*(p.chunk(parts, dim) for p in pieces))]
-            own = (part.chunk(split.tensor_ranks, dim)[split.tensor.rank()] for part in whole)
-            pieces = [torch.cat([*own], dim)]
+        if cut is not None:
+            whole = [torch.cat(part, cut) for part in zip(*(p.chunk(parts, cut) for p in pieces))]
+            own = (part.chunk(split.tensor_ranks, cut)[split.tensor.rank()] for part in whole)
+            pieces = [torch.cat([*own], cut)]
         target[name].data = pieces[0]
     _check(_checksums(source, forms, training), _checksums(target, forms, split.tensor))
     return model
