@@ -124,7 +124,7 @@ STYLE = (
 
 def drawn(title: str, curves: dict[str, dict[str, float]]) -> str:
     """Curves as SVG that needs no style of a page."""
-    from nemo_aligner.report.charts import chart_svg
+    from nemo_aligner.report.elements import chart_svg
 
     numbers = {name: {float(x): y for x, y in curve.items()} for name, curve in curves.items()}
     svg = chart_svg(title, numbers, axis="GPUs")

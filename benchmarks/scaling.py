@@ -7,13 +7,13 @@ says about up to 1,024 GPUs.
     OMP_NUM_THREADS=1 python benchmarks/scaling.py
 
 1. One rank, one thread: each quantity is varied alone, and a power law is fitted to the CPU
-   seconds (`fits.py`). They are the least of several rounds over all cases: a fit has no use for
+   seconds. They are the least of several rounds over all cases: a fit has no use for
    the load of others.
 2. The costs of a pass, a step, a row and a token are fitted to the same runs. With them the
    simulator predicts generation, log-probs and updates of real jobs of 1, 2 and 4 data-parallel
    ranks, with prompts dealt out and drawn from one queue. Compared are the CPU seconds of the
    slowest rank: with fewer cores than ranks the clock would show the cores.
-3. The simulator with assumptions in place of measured costs (`gpu_costs.py`, `gpu_steps.py`).
+3. The simulator with assumptions in place of measured costs (`gpu_costs.py`).
 """
 
 import contextlib
@@ -27,23 +27,82 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import countdown
-import fits
 import measure
+import numpy as np
 import torch
 from gpu_costs import Shape, assumptions
-from gpu_steps import gpu_curves, gpu_rows, phase_rows
+from numpy.typing import NDArray
 from ppo_step import Prompts, collate
+from scipy.optimize import nnls
 from step_simulation import (
     Workload,
     generate,
+    gpu_curves,
+    gpu_rows,
     logprob_seconds,
     padded,
+    phase_rows,
     update_seconds,
 )
 from torch import Tensor
 
 PROMPT, ROWS, FORWARD_ROWS = 32, 4, 4
 KINDS = ("generation", "log-probs", "update")
+
+
+# --- least squares -------------------------------------------------------------------------------
+
+
+@dataclass
+class PowerLaw:
+    """y = factor * x ** exponent.
+
+    Attributes:
+        residuals: measured over fitted less 1, of each point.
+    """
+
+    factor: float
+    exponent: float
+    residuals: NDArray[np.float64]
+
+    @property
+    def worst(self) -> float:
+        """The residual farthest from 0."""
+        return float(self.residuals[np.abs(self.residuals).argmax()])
+
+
+def power_law(x: Sequence[float], y: Sequence[float]) -> PowerLaw:
+    """The power law nearest to the points in the square of the logarithm.
+
+    Args:
+        x, y: positive; at least two different x.
+    """
+    xs, ys = np.asarray(x, float), np.asarray(y, float)
+    columns = np.stack([np.log(xs), np.ones_like(xs)], axis=1)
+    (exponent, constant), *_ = np.linalg.lstsq(columns, np.log(ys), rcond=None)
+    fitted = np.exp(columns @ [exponent, constant])
+    return PowerLaw(float(np.exp(constant)), float(exponent), ys / fitted - 1)
+
+
+def costs_of_terms(
+    terms: Sequence[Sequence[float]], y: Sequence[float]
+) -> tuple[list[float], NDArray[np.float64]]:
+    """The cost of each term, none below 0, for which the sums are nearest to y in the square of
+    the relative error.
+
+    Args:
+        terms: of each measurement, how often each term occurs.
+        y: what each measurement cost.
+
+    Returns:
+        (costs, measured over fitted less 1 of each measurement).
+    """
+    counts, ys = np.asarray(terms, float), np.asarray(y, float)
+    weighted = counts / ys[:, None]
+    scale = weighted.max(axis=0)
+    costs, _ = nnls(weighted / scale, np.ones_like(ys))
+    costs = costs / scale
+    return costs.tolist(), ys / (counts @ costs) - 1
 
 
 # --- one rank ------------------------------------------------------------------------------------
@@ -191,7 +250,7 @@ def exponent_rows(found: Measured) -> list[measure.Row]:
 
 def law_row(kind: str, name: str, x: Sequence[float], y: Sequence[float]) -> measure.Row:
     """A fitted power law."""
-    law = fits.power_law(x, y)
+    law = power_law(x, y)
     return {
         "CPU s of": kind,
         "over": name,
@@ -296,7 +355,7 @@ def fit_costs(found: Measured) -> CpuCosts:
                 terms[kind].append(row)
                 seconds[kind].append(found[run][kind])
     generation, passes, training = (
-        fits.costs_of_terms(terms[kind], seconds[kind])[0] for kind in KINDS
+        costs_of_terms(terms[kind], seconds[kind])[0] for kind in KINDS
     )
     return CpuCosts(generation, passes, training)
 

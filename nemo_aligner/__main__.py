@@ -23,10 +23,10 @@ TOOLS = {
     "convert": ("convert.__main__", "Convert checkpoints from and to Hugging Face's form."),
     "generate": ("generate.__main__", "Talk to a policy, or have it respond to a file."),
     "evaluate": ("evaluate.__main__", "Score policies, and compare them."),
-    "inspect": ("inspection.command", "Show data as a model will see them."),
+    "inspect": ("inspection", "Show data as a model will see them."),
     "plan": ("plan.__main__", "Say how much memory a job takes, and a split to start with."),
     "report": ("report.__main__", "Write a page about a run."),
-    "doctor": ("doctor.__main__", "Say whether jobs can run on this machine."),
+    "doctor": ("doctor", "Say whether jobs can run on this machine."),
     "config": ("", "Print every key of a job with its default and meaning."),
 }
 GROUPS = ["train", "serve", "logits"]  # of jobs, as --help lists them

@@ -30,7 +30,7 @@ from nemo_aligner.parallel.environment import is_rank_zero
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-    from nemo_aligner.evaluate.measures import Results, Scored
+    from nemo_aligner.evaluate.results import Results, Scored
 
 DESCRIPTION = """\
 Say how good the responses of a policy are, and how often it beats another one.
@@ -116,7 +116,7 @@ def evaluate(
     files: dict[str, list[Response]],
 ) -> None:
     """Get the responses, but for those in `files`, score them, show the numbers; on all ranks."""
-    from nemo_aligner.evaluate.measures import Scored, check_pairs, measure
+    from nemo_aligner.evaluate.results import Scored, check_pairs, measure
     from nemo_aligner.evaluate.rewards import (
         function_rewards,
         model_rewards,
@@ -168,17 +168,12 @@ def _report(
     facts: Sequence[tuple[str, str]],
 ) -> None:
     """Print the table, and write the page, the metrics and the scored responses."""
-    from nemo_aligner.evaluate.page import (
-        as_metrics,
-        as_text,
-        comparison_rows,
-        policy_rows,
-        render,
-    )
+    from nemo_aligner.evaluate.results import as_metrics, comparison_rows, policy_rows, render
+    from nemo_aligner.report.elements import columns
 
     for rows in (policy_rows(results), comparison_rows(results)):
         if rows:
-            print(f"{as_text(rows)}\n")
+            print(f"{columns(rows)}\n")
     shown = plain_dict(cfg, resolve=True)
     percent = f"{100 * cfg.bootstrap.confidence:g}% of {cfg.bootstrap.resamples} resamples"
     settings = [(key, str(value)) for key, value in leaves(shown)]
@@ -205,19 +200,17 @@ def check_sources(sources: Sequence[str], prompts: str | None, out: Path) -> Non
     """`UserError`: a source does not exist or would be replaced by a policy's responses, or
     prompts are missing or not needed.
     """
-    files = [Path(source).resolve() for source in sources if is_file_of_responses(source)]
+    policies = [source for source in sources if not is_file_of_responses(source)]
+    files = [Path(source).resolve() for source in sources if source not in policies]
     for number, source in enumerate(sources, start=1):
         place = out / RESPONSES.format(number)
-        if not is_file_of_responses(source) and place.resolve() in files:
+        if source in policies and place.resolve() in files:
             raise UserError(f"{place} is a source and would be replaced; give another --out.")
-    policies = [source for source in sources if not is_file_of_responses(source)]
-    for source in sources:
         is_there = source not in policies or Path(source).expanduser().exists()
         if not is_there and hub.folder_of(source, "the policy") is None:
             raise UserError(
                 f"{source} does not exist; name a policy (a .nemo file or folder, or the folder "
-                "of a job) or a .jsonl file of responses that nemo-aligner generate "
-                "wrote."
+                "of a job) or a .jsonl file of responses that nemo-aligner generate wrote."
             )
     if policies and prompts is None:
         raise UserError(

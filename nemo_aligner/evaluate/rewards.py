@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from omegaconf import DictConfig, OmegaConf
 
 from nemo_aligner.config.values import plain_dict
@@ -145,8 +146,8 @@ def _check_lengths(samples: Sequence[list[int]], limit: int) -> None:
 
 def _padded(samples: Sequence[list[int]], pad_id: int) -> dict[str, np.ndarray]:
     """A request for `Scorer`."""
+    from nemo_aligner.generation.batch import padded
+
     lengths = np.array([len(ids) for ids in samples], dtype=np.int64)
-    tokens = np.full((len(samples), int(lengths.max())), pad_id, dtype=np.int64)
-    for row, ids in enumerate(samples):
-        tokens[row, : len(ids)] = ids
+    tokens = padded(samples, torch.device("cpu"), pad_id).numpy()
     return {"tokens": tokens, "sequence_lengths": lengths[:, None]}

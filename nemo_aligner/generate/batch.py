@@ -10,7 +10,6 @@ from collections.abc import Sequence
 
 import torch
 from nemo.utils import logging
-from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 from nemo_aligner.core.errors import UserError
@@ -20,6 +19,7 @@ from nemo_aligner.data.nlp.chat_records import CONVERSATIONS
 from nemo_aligner.data.nlp.sources import Record
 from nemo_aligner.generate.policy import ChatForm, Policy, prompt_text
 from nemo_aligner.generate.responses import Response
+from nemo_aligner.generation.batch import padded
 from nemo_aligner.generation.interface import Prompts
 from nemo_aligner.parallel import parallel_state
 
@@ -165,7 +165,6 @@ def _generate(
 
 
 def _padded(batch: Sequence[Sample], pad_id: int) -> Prompts:
+    tokens = padded([sample.tokens for sample in batch], torch.device("cpu"), pad_id)
     lengths = torch.tensor([len(sample.tokens) for sample in batch])
-    tokens = [torch.tensor(sample.tokens) for sample in batch]
-    padded = pad_sequence(tokens, batch_first=True, padding_value=pad_id)
-    return padded, lengths, torch.tensor([sample.seed for sample in batch])
+    return tokens, lengths, torch.tensor([sample.seed for sample in batch])

@@ -18,7 +18,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
@@ -118,20 +117,14 @@ def replaced(path: str | Path) -> Iterator[TextIO]:
     is as before. `UserError`: it cannot be written.
     """
     path = Path(path)
+    part = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    except OSError as error:
-        raise UserError(f"{path} cannot be written: {error}; give another place.") from error
-    try:
-        with open(handle, "w", encoding="utf-8") as file:
+        with part.open("w", encoding="utf-8") as file:
             yield file
-        mask = os.umask(0)
-        os.umask(mask)
-        os.chmod(name, 0o666 & ~mask)  # of a temporary file it is 0600
-        os.replace(name, path)
+        part.replace(path)
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error}; give another place.") from error
     finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(name)
+        with contextlib.suppress(OSError):
+            part.unlink()

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import importlib
 import io
+import os
 import signal
 import sys
 
@@ -14,10 +15,9 @@ from torch import Tensor
 
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.core.tensors import sample_seeds
-from nemo_aligner.core.tokenizer import response_text
+from nemo_aligner.core.tokenizer import Tokenizer, response_text
 from nemo_aligner.data.nlp.sources import Record
 from nemo_aligner.generate.policy import ChatForm, Policy
-from nemo_aligner.generation.text import TextStream
 from nemo_aligner.parallel import parallel_state
 
 NEW, EXIT = "/new", "/exit"
@@ -82,14 +82,7 @@ def _respond(policy: Policy, asked: Record, turn: int, show: bool) -> str:
     `turn` is its number: a question may get another response later. `UserError`: the prompt has no
     tokens, or leaves no room; on all ranks.
     """
-    tokenizer, room = policy.tokenizer, policy.generator.max_sequence_length
-    tokens = policy.encoder.prompt(asked)
-    if not 0 < len(tokens) < room:
-        remedy = "shorten it" if "text" in asked else f"start a new conversation with {NEW}"
-        raise UserError(
-            f"the prompt has {len(tokens)} tokens; the model has {room} positions for prompt and "
-            f"response: {remedy}"
-        )
+    tokenizer, tokens = policy.tokenizer, policy.encoder.prompt(asked)
     stream = TextStream(tokenizer)
 
     def print_tokens(_places: Tensor, tokens: Tensor) -> None:
@@ -106,3 +99,35 @@ def _respond(policy: Policy, asked: Record, turn: int, show: bool) -> str:
         print(stream.finish(), flush=True)
     length = int(output.response_lengths[0])
     return response_text(tokenizer, output.response_tokens[0, len(tokens) : length].tolist())
+
+
+_INCOMPLETE = "\ufffd"  # what the bytes of half a character decode to
+
+
+class TextStream:
+    """Cuts the text of a growing response into pieces that can be shown at once; joined, they are
+    `response_text` of all tokens. All are decoded each time, and what may still change is held
+    back.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self.ids: list[int] = []
+        self.shown = ""
+
+    def push(self, token: int) -> str:
+        """The text that can be shown once `token` has come; may be empty."""
+        self.ids.append(token)
+        return self._advance(response_text(self.tokenizer, self.ids).rstrip(_INCOMPLETE))
+
+    def finish(self) -> str:
+        text = response_text(self.tokenizer, self.ids)
+        # A tokenizer that changed its mind about what is shown: what follows the common part.
+        self.shown = os.path.commonprefix([self.shown, text])
+        return self._advance(text)
+
+    def _advance(self, text: str) -> str:
+        if not text.startswith(self.shown):  # the end of the text is not settled yet
+            return ""
+        piece, self.shown = text[len(self.shown) :], text
+        return piece

@@ -7,6 +7,7 @@ vocabulary.
 """
 
 import contextlib
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
@@ -146,10 +147,10 @@ class MegatronGenerator:
     ) -> GenerationOutput:
         joined = self.split.joined
         if joined is not None:
-            inputs, own = join(inputs, joined, self._check)
+            inputs, own = join(inputs, joined, self._checked)
             slots *= torch.distributed.get_world_size(joined)
         else:
-            self._check(*inputs[:2])
+            self._checked(inputs)
         own_slots = math.ceil(slots / self._dividing_ranks())
 
         def decode(*inputs: Tensor) -> GenerationOutput:
@@ -192,39 +193,20 @@ class MegatronGenerator:
         """
         with self._decoding_model() as model:
             if self.split.dividing or self.split.joined is not None:
-                yield from self._stream_divided(model, iter(batches), params, slots, environment)
+                number, rounds = 0, drawn(iter(batches), DRAWN_AHEAD * slots)
+                if self.split.joined is not None:
+                    rounds = until_all_end(rounds, self.split.joined)
+                for inputs in rounds:
+                    output = self._generate(model, inputs, params, slots, environment)
+                    count = len(inputs[1])
+                    for places in torch.arange(count).split(slots) if count else ():
+                        yield (places + number).tolist(), output.at(places)
+                    number += count
                 return
-
-            def checked() -> Iterator[Prompts]:
-                for inputs in batches:
-                    self._check(*inputs[:2])
-                    yield inputs
-
-            ready: list[FinishedSample] = []
-            for sample in _Decoding(self, model, checked(), params, slots, environment).samples():
-                ready.append(sample)
-                if len(ready) == slots:
-                    yield [each.number for each in ready], self._joined(ready)
-                    ready = []
-            if ready:
+            checked = map(self._checked, batches)
+            samples = _Decoding(self, model, checked, params, slots, environment).samples()
+            while ready := list(itertools.islice(samples, slots)):
                 yield [each.number for each in ready], self._joined(ready)
-
-    def _stream_divided(
-        self,
-        model: DecodingModel,
-        batches: Iterator[Prompts],
-        params: GenerationParams,
-        slots: int,
-        environment: Environment | None,
-    ) -> Iterator[tuple[list[int], GenerationOutput]]:
-        number, rounds = 0, drawn(batches, DRAWN_AHEAD * slots)
-        if self.split.joined is not None:
-            rounds = until_all_end(rounds, self.split.joined)
-        for inputs in rounds:
-            output = self._generate(model, inputs, params, slots, environment)
-            for places in torch.arange(len(inputs[1])).split(slots) if len(inputs[1]) else ():
-                yield (places + number).tolist(), output.at(places)
-            number += len(inputs[1])
 
     def _dividing_ranks(self) -> int:
         return math.prod(map(torch.distributed.get_world_size, self.split.dividing))
@@ -279,7 +261,8 @@ class MegatronGenerator:
             known[strings] = EndConditions(self.tokenizer, strings)
         return known[strings]
 
-    def _check(self, prompts: Tensor, lengths: Tensor) -> None:
+    def _checked(self, inputs: Prompts) -> Prompts:
+        prompts, lengths, *_ = inputs
         shortest, longest = int(lengths.min()), int(lengths.max())
         if shortest < 1:
             raise UserError(f"prompt {int(lengths.argmin())} of the batch is empty.")
@@ -297,6 +280,7 @@ class MegatronGenerator:
                 f"a prompt holds the id {int(prompts[wrong][0])}, outside the tokenizer's "
                 f"{self.vocab_size} ids; was it tokenized with another tokenizer?"
             )
+        return inputs
 
     def _joined(self, samples: list[FinishedSample]) -> GenerationOutput:
         device = get_device()

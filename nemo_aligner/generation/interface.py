@@ -7,18 +7,21 @@ Shapes: b samples, W width of the prompts, P prompt length, R total length (prom
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from nemo_aligner.config.fields import Configuration
+from nemo_aligner.config.keys.rollouts import LengthParams, SamplingParams
+from nemo_aligner.config.values import Values
 from nemo_aligner.core.errors import ConfigError
 
 
 @dataclass(frozen=True)
 class GenerationParams:
-    """How to generate; `ConfigError`: a value is out of range."""
+    """How to generate; `from_config` checks the values."""
 
     max_length: int  # tokens to generate at most, the end token included
     min_length: int = 0  # tokens to generate before an end may follow
@@ -29,27 +32,6 @@ class GenerationParams:
     repetition_penalty: float = 1.0  # above 1, ids that the sample already has are less likely
     end_strings: tuple[str, ...] = ()  # end a response, as eos does; the response keeps them
     return_logprobs: bool = False
-
-    def __post_init__(self) -> None:
-        most, infinity = self.max_length, float("inf")
-        greedy = "above 0 (for the likeliest token set sampling_params.use_greedy=True)"
-        penalty = self.repetition_penalty
-        rules = {
-            "max_length": (most >= 1, "at least 1"),
-            "min_length": (0 <= self.min_length <= most, f"between 0 and max_length={most}"),
-            "temperature": (0 < self.temperature < infinity, greedy),
-            "top_k": (self.top_k >= 0, "at least 0 (0 samples from all ids)"),
-            "top_p": (0 < self.top_p <= 1, "above 0 and at most 1"),
-            "repetition_penalty": (0 < penalty < infinity, "above 0 (1 is without effect)"),
-        }
-        for key, (valid, wanted) in rules.items():
-            if not valid:
-                name = f"{_NUMBERS[key][0]}.{key}"
-                raise ConfigError(f"{name}={getattr(self, key)} must be {wanted}.")
-        if not all(isinstance(string, str) and string for string in self.end_strings):
-            raise ConfigError(
-                f"sampling_params.end_strings={list(self.end_strings)} must hold non-empty texts."
-            )
 
     @property
     def changes_distribution(self) -> bool:
@@ -69,50 +51,33 @@ class GenerationParams:
         their defaults, `add_BOS`, `all_probs` and `compute_logprob` no effect. `ConfigError`: a
         missing or unusable value.
         """
-        lengths, sampling = _given(length_params), _given(sampling_params)
-        given = {"length_params": lengths, "sampling_params": sampling}
+        sections = {"length_params": length_params, "sampling_params": sampling_params}
+        tree = {
+            name: {key: value for key, value in section.items() if value is not None}
+            for name, section in sections.items()
+        }
+        values, (lengths, sampling) = Values(tree), tree.values()
+        for key in _KEYS.values():
+            key.check(values)
         if "max_length" not in lengths:
             raise ConfigError(
                 "length_params.max_length is missing: the tokens to generate at most."
             )
-        values: dict[str, Any] = {}
-        for key, (section, kind) in _NUMBERS.items():
-            if key in given[section]:
-                values[key] = _number(f"{section}.{key}", given[section][key], kind)
-        if "use_greedy" in sampling:
-            values["use_greedy"] = bool(sampling["use_greedy"])
-        if "end_strings" in sampling:
-            strings = sampling["end_strings"]
-            if isinstance(strings, str):
-                key = "sampling_params.end_strings"
-                raise ConfigError(f"{key}={strings!r} must be a list: [{strings!r}].")
-            values["end_strings"] = tuple(strings)
-        return cls(**values)
+        values.at_most("length_params.min_length", "length_params.max_length")
+        strings = sampling.get("end_strings", ())
+        if isinstance(strings, str) or not all(isinstance(s, str) and s for s in strings):
+            shown = strings if isinstance(strings, str) else list(strings)
+            raise ConfigError(
+                f"sampling_params.end_strings={shown!r} must be a list of non-empty texts."
+            )
+        known = {field.name for field in fields(cls)}
+        given = {key: value for key, value in (lengths | sampling).items() if key in known}
+        return cls(**given | {"end_strings": tuple(strings)})
 
 
-_NUMBERS: dict[str, tuple[str, type[int] | type[float]]] = {
-    "max_length": ("length_params", int),
-    "min_length": ("length_params", int),
-    "temperature": ("sampling_params", float),
-    "top_k": ("sampling_params", int),
-    "top_p": ("sampling_params", float),
-    "repetition_penalty": ("sampling_params", float),
-}
-
-
-def _given(section: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: section[key] for key in section if section[key] is not None}
-
-
-def _number(key: str, value: Any, kind: type[int] | type[float]) -> int | float:
-    """`value` as an int or a float; `key` opens the error message."""
-    try:
-        if kind is int and float(value) != int(value):
-            raise ValueError
-        return kind(value)
-    except (TypeError, ValueError):
-        wanted = "an integer" if kind is int else "a number"
-        raise ConfigError(f"{key}={value!r} must be {wanted}.") from None
+_KEYS = Configuration(
+    "generation", {"length_params": LengthParams, "sampling_params": SamplingParams}
+).keys
 
 
 @dataclass(frozen=True)

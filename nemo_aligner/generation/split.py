@@ -7,7 +7,7 @@ them.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -107,6 +107,7 @@ def _dividing_context() -> tuple[ProcessGroup, ...]:
 
 
 _Decode = Callable[..., GenerationOutput]
+T = TypeVar("T")
 
 
 def drawn(batches: Iterator[Prompts], count: int) -> Iterator[Prompts]:
@@ -141,23 +142,18 @@ def until_all_end(batches: Iterator[Prompts], group: Any) -> Iterator[Prompts]:
 
 
 def join(
-    inputs: Prompts, group: Any, check: Callable[[Tensor, Tensor], None]
+    inputs: Prompts, group: Any, check: Callable[[Prompts], object]
 ) -> tuple[Prompts, Tensor]:
     """The samples of all ranks of `group`, which call it, in order, and the places of this rank's.
     A `UserError` of `check` on some rank is raised on all.
     """
-    error = None
-    try:
+
+    def checked() -> Prompts:
         if len(inputs[1]):
-            check(*inputs[:2])
-    except UserError as failure:
-        error = failure
-    mine = tuple(tensor.cpu() for tensor in inputs)
-    found = gathered((str(error) if error else None, mine), group)
-    messages = [message for message, _ in found if message is not None]
-    if messages:
-        raise error or UserError(messages[0])
-    batches = [batch for _, batch in found]
+            check(inputs)
+        return tuple(tensor.cpu() for tensor in inputs)
+
+    batches = _of_all_ranks(checked, UserError, group)
     rank = torch.distributed.get_rank(group)
     first = sum(len(lengths) for _, lengths, *_ in batches[:rank])
     device = inputs[0].device
@@ -173,18 +169,14 @@ def divide(decode: _Decode, group: Any, pad_id: int, *inputs: Tensor) -> Generat
     own = torch.arange(len(inputs[0])).tensor_split(size)[rank]
     # A rank without samples decodes a copy of the first: its experts may be needed.
     index = own if len(own) else torch.zeros(1, dtype=torch.int64)
-    output, error = None, None
-    try:
-        output = decode(*(tensor[index.to(tensor.device)] for tensor in inputs))
-    except RuntimeError as failure:
-        error = failure
-    # By rank: the error message, and the width of the output.
-    width = 0 if output is None else output.response_tokens.size(1)
-    outcomes = gathered((None if error is None else str(error), width), group)
-    messages = [message for message, _ in outcomes if message is not None]
-    if output is None or messages:
-        raise error or RuntimeError(messages[0])
-    pad = max(width for _, width in outcomes) - width
+    outputs: list[GenerationOutput] = []
+
+    def width() -> int:
+        outputs.append(decode(*(tensor[index.to(tensor.device)] for tensor in inputs)))
+        return outputs[0].response_tokens.size(1)
+
+    widths = _of_all_ranks(width, RuntimeError, group)
+    pad = max(widths) - widths[rank]
     padding = {"response_tokens": pad_id, "token_rewards": float("nan")}
 
     def gather(name: str, tensor: Tensor) -> Tensor:
@@ -192,4 +184,18 @@ def divide(decode: _Decode, group: Any, pad_id: int, *inputs: Tensor) -> Generat
             tensor = torch.nn.functional.pad(tensor, (0, pad), value=padding.get(name, 0.0))
         return rebalance_nd_tensor(tensor[: len(own)], group)
 
-    return output.each(gather)
+    return outputs[0].each(gather)
+
+
+def _of_all_ranks(function: Callable[[], T], kind: type[Exception], group: Any) -> list[T]:
+    """The results of `function` by rank; an error of this `kind` on some rank is raised on all."""
+    result, error = None, None
+    try:
+        result = function()
+    except kind as failure:
+        error = failure
+    found = gathered((None if error is None else str(error), result), group)
+    messages = [message for message, _ in found if message is not None]
+    if messages:
+        raise error or kind(messages[0])
+    return [each for _, each in found]

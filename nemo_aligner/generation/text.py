@@ -1,8 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Texts to a batch of tokens, the ends of responses, and the text of a response that grows."""
+"""Texts to a batch of tokens, and the ends of responses."""
 
-import os
 from collections.abc import Sequence
 
 import torch
@@ -13,7 +12,6 @@ from nemo_aligner.core.tokenizer import (
     begins_with_bos,
     end_ids,
     keep_special_tokens,
-    response_text,
     text_tokens,
 )
 
@@ -117,35 +115,3 @@ def verify_is_valid_and_clamp_range_(
     rows = zip(response_tokens.tolist(), response_lengths.tolist(), strict=True)
     ended = [end.at_end(row[:length]) for row, length in rows]
     return inside & torch.tensor(ended, device=inside.device)
-
-
-_INCOMPLETE = "\ufffd"  # what the bytes of half a character decode to
-
-
-class TextStream:
-    """Cuts the text of a growing response into pieces that can be shown at once; joined, they are
-    `response_text` of all tokens. All are decoded each time, and what may still change is held
-    back.
-    """
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self.tokenizer = tokenizer
-        self.ids: list[int] = []
-        self.shown = ""
-
-    def push(self, token: int) -> str:
-        """The text that can be shown once `token` has come; may be empty."""
-        self.ids.append(token)
-        return self._advance(response_text(self.tokenizer, self.ids).rstrip(_INCOMPLETE))
-
-    def finish(self) -> str:
-        text = response_text(self.tokenizer, self.ids)
-        # A tokenizer that changed its mind about what is shown: what follows the common part.
-        self.shown = os.path.commonprefix([self.shown, text])
-        return self._advance(text)
-
-    def _advance(self, text: str) -> str:
-        if not text.startswith(self.shown):  # the end of the text is not settled yet
-            return ""
-        piece, self.shown = text[len(self.shown) :], text
-        return piece

@@ -106,29 +106,28 @@ def _guess(file: str) -> tuple[str, list[str]]:
     record = first_record(file)
     if not record:  # none can be read: the check of all records, the same in each job, says why
         return SFT, []
-    if "prompt_turns" in record and "responses" in record:
-        return STEERLM2, []
-    if "preference" in record or isinstance(record.get("label"), bool):
-        return KTO, []
-    if "label" in record:
-        return RM, ["model.reward_model_type=regression"]
-    if "topk_logits" in record:
-        return DISTILLATION, []
-    if "prompt" in record and "response" in record:
-        # Whatever the share is: the data are the same.
-        return DISTILLATION, [f"{ON_POLICY}=1.0"]
-    if "chosen_response" in record:  # NeMo-Aligner's name, in data of DPO alone
-        return DPO, []
-    if holds_pair(record):
-        return RM, []
-    if "output" in record:
-        return SFT, []
-    messages = record.get("messages") or record.get("conversations")
+
+    def has(*columns: str) -> bool:
+        return all(column in record for column in columns)
+
+    messages, role = record.get("messages") or record.get("conversations"), None
     if isinstance(messages, list) and isinstance(messages[-1], dict):
         role = str(messages[-1].get("role") or messages[-1].get("from")).lower()
-        return (SFT if role in (ASSISTANT, "gpt") else PPO), []
-    if "prompt" in record:
-        return PPO, []
+    guesses: list[tuple[bool, str, list[str]]] = [
+        (has("prompt_turns", "responses"), STEERLM2, []),
+        (has("preference") or isinstance(record.get("label"), bool), KTO, []),
+        (has("label"), RM, ["model.reward_model_type=regression"]),
+        (has("topk_logits"), DISTILLATION, []),
+        # Whatever the share is: the data are the same.
+        (has("prompt", "response"), DISTILLATION, [f"{ON_POLICY}=1.0"]),
+        (has("chosen_response"), DPO, []),  # NeMo-Aligner's name, in data of DPO alone
+        (holds_pair(record), RM, []),
+        (has("output") or role in (ASSISTANT, "gpt"), SFT, []),
+        (has("prompt") or role is not None, PPO, []),
+    ]
+    for is_it, job, settings in guesses:
+        if is_it:
+            return job, settings
     raise UserError(
         f"the first record of {file} does not show which job it is for (a text may be a prompt, "
         f"or one of a pair): add --job {SFT}, {PPO}, gpt_rs_actor, "

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Samples and findings as text for a terminal, and as one HTML page in the look of the report."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from html import escape
 from typing import Any
 
@@ -21,7 +21,7 @@ from nemo_aligner.inspection.findings import (
     pieces,
     visible,
 )
-from nemo_aligner.report.elements import document, folded
+from nemo_aligner.report.elements import document
 
 MARKED, SPECIAL, PLAIN = "\033[32m", "\033[7m", "\033[0m"
 BAR = 40  # characters of the longest bar
@@ -29,30 +29,22 @@ EXAMPLES, MOST_PLACES = 3, 200  # places that a finding names, on the terminal a
 Write = Callable[[Piece], str]  # a piece of a sample as text
 
 
-def show(job: InspectedJob, samples: Sequence[Sample], findings: Findings, write: Write) -> str:
-    blocks = [summary(job, findings), *_legend(samples, write)]
-    for head, parts in _texts(job, samples, write):
-        blocks.append("\n".join([f"--- {head}", *(f"{facts}\n{text}" for facts, text in parts)]))
-    if len(findings.lengths):
-        blocks.append("\n".join([length_text(findings), *_bars(findings)]))
-    blocks.append("\n".join(map(finding_text, findings.bad)) or "Nothing to report.")
-    return "\n\n".join(blocks)
-
-
-def _legend(samples: Sequence[Sample], write: Write) -> list[str]:
-    """How the marked tokens look; nothing if all are prompts, which have none."""
+def show(
+    job: InspectedJob,
+    samples: Sequence[Sample],
+    findings: Findings,
+    write: Write,
+    places: int = EXAMPLES,
+) -> str:
+    """The whole text; a finding names so many `places`. With `write=in_html` it is HTML."""
+    plain: Callable[[str], str] = escape if write is in_html else str
+    blocks = [plain(summary(job, findings))]
     shown = [part for sample in samples for part in sample.parts]
-    if all(part.name == "prompt" for part in shown):
-        return []
-    return [f"{shown[0].legend}: {write(Piece('so', marked=True))}"]
-
-
-def _texts(
-    job: InspectedJob, samples: Sequence[Sample], write: Write
-) -> Iterator[tuple[str, list[tuple[str, str]]]]:
-    """Of each sample its place, and for each of its parts what it is and its text."""
+    if any(part.name != "prompt" for part in shown):  # prompts have no marked tokens
+        blocks.append(f"{shown[0].legend}: {write(Piece('so', marked=True))}")
     for number, sample in enumerate(samples, start=1):
-        parts = []
+        note = f"; {sample.note}" * bool(sample.note)
+        lines = [plain(f"--- sample {number}: {sample.place}{note}")]
         for part in sample.parts:
             trained = f", {sum(part.marked)} {part.legend}"
             marked = "" if part.name == "prompt" or part.scored else trained
@@ -60,8 +52,18 @@ def _texts(
                 write(piece._replace(text=visible(piece.text)))
                 for piece in pieces(job.tokenizer, part)
             )
-            parts.append((f"{part.name} ({len(part.tokens)} tokens{marked})", text))
-        yield f"sample {number}: {sample.place}" + f"; {sample.note}" * bool(sample.note), parts
+            lines += [plain(f"{part.name} ({len(part.tokens)} tokens{marked})"), text]
+        blocks.append("\n".join(lines))
+    if len(findings.lengths):
+        blocks.append("\n".join([plain(length_text(findings)), *_bars(findings)]))
+    found = [plain(finding_text(finding, places)) for finding in findings.bad]
+    blocks.append("\n".join(found) or "Nothing to report.")
+    return "\n\n".join(blocks)
+
+
+def page(job: InspectedJob, samples: Sequence[Sample], findings: Findings) -> str:
+    text = show(job, samples, findings, in_html, MOST_PLACES)
+    return document("Data as the model sees them", f'<pre class="tokens">{text}</pre>')
 
 
 def in_colour(piece: Piece) -> str:
@@ -80,25 +82,6 @@ def in_html(piece: Piece) -> str:
     classes = " ".join(["marked"] * piece.marked + ["special"] * piece.special)
     text = escape(piece.text)
     return f'<span class="{classes}">{text}</span>' if classes else text
-
-
-def render(job: InspectedJob, samples: Sequence[Sample], findings: Findings) -> str:
-    """The page: what was found, the samples, the lengths."""
-    body = f"<p>{escape(summary(job, findings))}</p>"
-    for finding in findings.bad:
-        what, *places = finding_text(finding, MOST_PLACES).split("\n    ")
-        listed = "".join(f"<li>{escape(place)}</li>" for place in places)
-        body += f'<p class="bad">{escape(what)}</p>{folded("where", f"<ul>{listed}</ul>")}'
-    body += "" if findings.bad else '<p class="good">Nothing to report.</p>'
-    body += "".join(f"<p>{text}</p>" for text in _legend(samples, in_html))
-    for head, parts in _texts(job, samples, in_html):
-        body += f"<h2>{escape(head)}</h2>"
-        for facts, text in parts:
-            body += f'<p>{escape(facts)}</p><pre class="tokens">{text}</pre>'
-    if len(findings.lengths):
-        bars = escape("\n".join(_bars(findings)))
-        body += f"<h2>Lengths</h2><p>{escape(length_text(findings))}</p><pre>{bars}</pre>"
-    return document("Data as the model sees them", body)
 
 
 def summary(job: InspectedJob, findings: Findings) -> str:
@@ -134,7 +117,7 @@ def _beginning(job: InspectedJob) -> str:
     return f" Texts begin with the bos token {text!r}, {reason}."
 
 
-def finding_text(finding: Finding, most_places: int = EXAMPLES) -> str:
+def finding_text(finding: Finding, most_places: int) -> str:
     """A finding with its first places."""
     places = finding.places[:most_places]
     more = len(finding.places) - len(places)

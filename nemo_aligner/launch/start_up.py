@@ -72,7 +72,7 @@ def unsupported() -> dict[str, str]:
     """Each requirement of `setup.py` that the environment violates, and what is there instead.
     Empty without an installed `nemo-aligner-mcore`, whose metadata hold the requirements.
     """
-    # Here: whoever looks for missing packages (nemo_aligner/doctor/) imports this module.
+    # Here: whoever looks for missing packages (nemo_aligner/doctor.py) imports this module.
     from packaging.requirements import Requirement
     from packaging.version import InvalidVersion
 

@@ -9,6 +9,7 @@ import shlex
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from textwrap import indent
 from types import SimpleNamespace
 from typing import Any
 
@@ -44,6 +45,7 @@ from nemo_aligner.plan.splits import (
     make_plan,
     split_keys,
 )
+from nemo_aligner.report.elements import columns
 
 GIB = 2**30
 SHOWN = 8  # candidates in the text
@@ -73,13 +75,8 @@ def notes(c: Candidate) -> str:
 
 
 def table(rows: list[list[str]]) -> str:
-    """Columns of equal width; the first is aligned to the left, as is the last."""
-    columns = []
-    for n, column in enumerate(zip(*rows, strict=True)):
-        adjust = str.ljust if n in (0, len(rows[0]) - 1) else str.rjust
-        width = max(map(len, column))
-        columns.append([adjust(cell, width) for cell in column])
-    return "\n".join("  " + "  ".join(row).rstrip() for row in zip(*columns, strict=True))
+    """The first and the last column begin on the left."""
+    return indent(columns(rows, (0, len(rows[0]) - 1)), "  ")
 
 
 def memory_table(memory: RankMemory) -> str:
@@ -126,15 +123,13 @@ def number_of_weights(item: JobInput) -> tuple[int, int]:
 
 def plan_text(plan: Plan, machine: Machine, show_all: bool = False) -> str:
     """The whole plan; `show_all`: all candidates, not the best alone."""
-    device = "GPU" if machine.on_gpu else "rank"
     parts = [
-        f"{gib(machine.memory)} GiB per {device}, of which {gib(plan.limit)} GiB are planned with "
+        f"{gib(machine.memory)} GiB per GPU, of which {gib(plan.limit)} GiB are planned with "
         "(--reserve)."
     ]
     if plan.shared:
         together = gib(sum(job.chosen.memory.peak for job in plan.jobs))
-        jobs = "Both jobs" if len(plan.jobs) == 2 else f"{len(plan.jobs)} jobs"
-        parts.append(f"{jobs} share one {device}: {together} GiB together.")
+        parts.append(f"{len(plan.jobs)} jobs share one GPU: {together} GiB together.")
     for job in plan.jobs:
         c, script = job.chosen, job.item.job.script
         weights, trained = number_of_weights(job.item)
@@ -149,12 +144,12 @@ def plan_text(plan: Plan, machine: Machine, show_all: bool = False) -> str:
         parts += [
             "",
             f"{job.item.job.name.upper()}: {weights / 1e9:.3f} billion weights{adapters}, "
-            f"{c.split.ranks} {device}{'s' if c.split.ranks > 1 else ''}, {split_text(c)}"
+            f"{c.split.ranks} GPU{'s' if c.split.ranks > 1 else ''}, {split_text(c)}"
             + (f", {notes(c)}" if notes(c) else ""),
             "",
             memory_table(c.memory),
             "",
-            f"  All {device}s of the job together: {gib(c.total)} GiB.",
+            f"  All GPUs of the job together: {gib(c.total)} GiB.",
             host,
             "",
             candidate_table(job, count),
@@ -252,41 +247,40 @@ def parser() -> argparse.ArgumentParser:
         prog="nemo-aligner plan",
         description="Say how much memory a job takes on each GPU, and with which split to start.",
     )
-    result.add_argument(
+    add = result.add_argument
+    add(
         "model",
         type=Path,
         metavar="MODEL",
         help="Hugging Face folder, .nemo file or folder, or YAML file with a model section",
     )
-    result.add_argument(
-        "overrides", nargs="*", metavar="KEY=VALUE", help="of the jobs that have the key"
-    )
-    result.add_argument("--gpus", type=int, required=True, help="of all jobs together")
-    result.add_argument("--memory", required=True, help="of one GPU, such as 80GB")
-    result.add_argument("--job", choices=tuple(JOBS), default="ppo", help="default: ppo")
-    result.add_argument(
+    add("overrides", nargs="*", metavar="KEY=VALUE", help="of the jobs that have the key")
+    add("--gpus", type=int, required=True, help="of all jobs together")
+    add("--memory", required=True, help="of one GPU, such as 80GB")
+    add("--job", choices=tuple(JOBS), default="ppo", help="default: ppo")
+    add(
         "--critic-model",
         type=Path,
         metavar="MODEL",
         help="model of the critic, reward server or teacher, where it is another than MODEL",
     )
-    result.add_argument(
+    add(
         "--critic",
         action="append",
         default=[],
         metavar="KEY=VALUE",
         help="override of the critic, reward server or teacher alone; may be repeated",
     )
-    result.add_argument("--gpus-per-node", type=int, default=8, help="default: 8")
-    result.add_argument(
+    add("--gpus-per-node", type=int, default=8, help="default: 8")
+    add(
         "--reserve",
         type=float,
         default=RESERVE_PERCENT,
         metavar="PERCENT",
         help=f"of a GPU's memory to keep free; default: {RESERVE_PERCENT:g}",
     )
-    result.add_argument("--all", action="store_true", help="show every candidate")
-    result.add_argument("--json", action="store_true", help="print JSON, sizes in bytes")
+    add("--all", action="store_true", help="show every candidate")
+    add("--json", action="store_true", help="print JSON, sizes in bytes")
     return result
 
 

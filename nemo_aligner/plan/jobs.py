@@ -174,7 +174,7 @@ def head_outputs(job: Job, model: Mapping[str, Any]) -> int:
     return int((model.get("regression") or {}).get("num_attributes") or 1)
 
 
-def read_workload(job: Job, cfg: Mapping[str, Any], split: Split, on_gpu: bool) -> Workload:
+def read_workload(job: Job, cfg: Mapping[str, Any], split: Split) -> Workload:
     """What a job computes at once, by `job_config` and the split's micro-batches."""
     v, model = Values(cfg), cfg["model"]
     width = model["encoder_seq_length"]
@@ -189,14 +189,7 @@ def read_workload(job: Job, cfg: Mapping[str, Any], split: Split, on_gpu: bool) 
 
     unit = 1 if by_tokens else job.unit  # by tokens the responses of a pair are dealt out singly
     forward = samples(v.get(job.forward_key), unit) if job.forward_key else 0
-    w = Workload(
-        trains=job.trains,
-        width=width,
-        unit=unit,
-        by_tokens=by_tokens,
-        on_gpu=on_gpu,
-        forward_samples=forward,
-    )
+    w = Workload(job.trains, width, unit=unit, by_tokens=by_tokens, forward_samples=forward)
     if not job.trains:
         return w
     together = 2 if job.config.pairs else 1
@@ -232,10 +225,16 @@ def read_workload(job: Job, cfg: Mapping[str, Any], split: Split, on_gpu: bool) 
             merges=merges,
             graphs=whole,
         )
-    w = replace(w, reference=_has_reference(job, cfg))
-    if f"{job.section}.generation.kv_cache_gb" not in job.config.keys:
+    section, loop = job.section, f"trainer.{job.config.algo}"
+    if v.get(f"{section}.ref_policy_kl_penalty") is not None:  # preferences
+        reference = v.get(f"{section}.ref_log_probs_dir") is None
+    else:
+        in_reward = v.get(f"{loop}.initial_policy_kl_penalty", 0)
+        reference = in_reward > 0 or v.get(f"{section}.kl_loss_coef", 0) > 0
+    w = replace(w, reference=reference)  # a copy of its weights
+    if f"{section}.generation.kv_cache_gb" not in job.config.keys:
         return w
-    settings = v.get(job.section)
+    settings = v.get(section)
     scores = w.reference or "rollout_logprobs" in settings
     return replace(
         w,
@@ -248,12 +247,3 @@ def read_workload(job: Job, cfg: Mapping[str, Any], split: Split, on_gpu: bool) 
         generation=generation_sizes(asked_reshard(settings), split.tp, split.pp),
         offloads=bool(settings["offload_adam_states"]),
     )
-
-
-def _has_reference(job: Job, cfg: Mapping[str, Any]) -> bool:
-    """Whether a copy of the reference policy's weights is needed."""
-    v, loop = Values(cfg), f"trainer.{job.config.algo}"
-    if v.get(f"{job.section}.ref_policy_kl_penalty") is not None:
-        return v.get(f"{job.section}.ref_log_probs_dir") is None
-    in_reward = v.get(f"{loop}.initial_policy_kl_penalty", 0)
-    return in_reward > 0 or v.get(f"{job.section}.kl_loss_coef", 0) > 0

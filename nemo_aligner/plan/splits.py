@@ -44,7 +44,6 @@ class Machine:
     memory: float  # bytes of one GPU
     usable: float  # of these; the rest is for CUDA, NCCL's buffers and gaps
     gpus_per_node: int = 8  # ranks that share a node
-    on_gpu: bool = True  # with Transformer Engine; else CPUs and PyTorch's layers
 
 
 @dataclass(frozen=True)
@@ -192,7 +191,7 @@ def candidate(
     model = cfg["model"]
     rows = count_vocab_rows(SimpleNamespace(**model), item.vocab_size)
     a = read_architecture(model, rows, head_outputs(item.job, model))
-    given = read_workload(item.job, cfg, split, machine.on_gpu)
+    given = read_workload(item.job, cfg, split)
     keys: dict[str, Any] = {}
     if recompute != given.recompute:
         given = replace(given, recompute=recompute, recompute_layers=1, block=False)
@@ -233,15 +232,14 @@ def find_candidates(
         # Recomputation that the user or the checkpoint asks for stays.
         ways = ((own,) if own else (None, "full")) if item.job.trains else (None,)
         found += [candidate(item, cfg, split, machine, way, limit) for way in ways]
-    found.sort(key=lambda c: (c.memory.peak > limit, _order(c, limit)))
-    return found, reason
 
+    def order(c: Candidate) -> tuple[bool, float]:
+        """The cost of what fits, then the memory of what does not."""
+        if c.memory.peak > limit:
+            return True, c.memory.peak
+        return False, c.cost * (NEARLY_FULL_COST if c.memory.peak > NEARLY_FULL * limit else 1)
 
-def _order(c: Candidate, limit: float) -> float:
-    """The cost of what fits, the memory of what does not."""
-    if c.memory.peak > limit:
-        return c.memory.peak
-    return c.cost * (NEARLY_FULL_COST if c.memory.peak > NEARLY_FULL * limit else 1)
+    return sorted(found, key=order), reason
 
 
 MOST_GPUS = 1024  # where the search for a number of GPUs that suffices ends

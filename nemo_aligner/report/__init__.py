@@ -4,8 +4,8 @@
 `nemo-aligner report RUN_DIR [--out FILE]`.
 
 Every folder below RUN_DIR with a `metrics.jsonl` is a job (`training/loggers.py` describes the
-files). `reading.py` reads them, `charts.py` draws the curves, `timeline.py` what the jobs did at
-the same time, `page.py` puts the page together. `ending.py` writes it while a job runs.
+files). `reading.py` reads them, `elements.py` draws, `page.py` puts the page together, `ending.py`
+writes it while a job runs.
 """
 
 from nemo_aligner.report.page import render, write_report

@@ -1,11 +1,16 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Parts of a page that the training report and the page of an evaluation share."""
+"""Parts of pages: frame, tables, line charts and a timeline as SVG, in the reader's light or dark
+theme; and tables for a terminal.
+"""
 
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from html import escape
 from itertools import zip_longest
+
+from nemo_aligner.report.reading import Curve, JobRecord, Phase
 
 STYLE = """
 :root { color-scheme: light dark;
@@ -85,6 +90,219 @@ def table(
     return f'<table class="{kind}"><tr>{text}</tr></table>'
 
 
+def unfolded(rows: Sequence[Sequence[object]], names: Sequence[object], first: int) -> str:
+    """A table of samples, of which all but the `first` unfold."""
+    more = rows[first:]
+    return table([names, *rows[:first]], "samples") + folded(
+        f"{len(more)} more", table([names, *more], "samples")
+    )
+
+
+def columns(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> str:
+    """Rows of texts as columns of equal width; those `left` begin on the left, others end on the
+    right.
+    """
+    aligned = []
+    for number, column in enumerate(zip(*rows, strict=True)):
+        adjust, width = str.ljust if number in left else str.rjust, max(map(len, column))
+        aligned.append([adjust(cell, width) for cell in column])
+    return "\n".join("  ".join(row).rstrip() for row in zip(*aligned, strict=True))
+
+
 def when(seconds: float) -> str:
     """A time, in seconds since the epoch, as text."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+
+
+# --- charts --------------------------------------------------------------------------------------
+
+# Families whose metrics of the same name share a chart, because their steps count the same thing.
+PAIRED_FAMILIES = {"val_rollouts": "train_rollouts", "validation": "train", "test": "train"}
+COLORS, LINES = 6, 3  # in elements.py
+MAX_POINTS = 400  # per curve; more would be invisible and only make the file large
+
+Chart = tuple[str, dict[str, Curve]]
+
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 380, 210, 58, 12, 30, 26
+
+
+def group_curves(series: dict[str, Curve]) -> tuple[list[Chart], list[Chart]]:
+    """(charts of metrics that change, of others), without times; training and validation share a
+    chart.
+    """
+    charts: dict[tuple[str, str], dict[str, Curve]] = {}
+    for key, curve in series.items():
+        family, _, metric = key.rpartition("/")
+        if not is_time(key):
+            charts.setdefault((PAIRED_FAMILIES.get(family, family), metric), {})[family] = curve
+    moving: list[Chart] = []
+    constant: list[Chart] = []
+    for (_, metric), curves in charts.items():
+        first_family, *others = curves
+        title = metric if others or not first_family else f"{first_family}/{metric}"
+        values = {value for curve in curves.values() for value in curve.values()}
+        points = max(len(curve) for curve in curves.values())
+        (constant if len(values) == 1 and points > 1 else moving).append((title, curves))
+    return moving, constant
+
+
+def is_time(key: str) -> bool:
+    return key.startswith("timers/")
+
+
+def chart_grid(charts: list[Chart], labels: bool = True) -> str:
+    if not charts:
+        return ""
+    drawn = "".join(chart_svg(*chart, labels=labels) for chart in charts)
+    return f'<div class="charts">{drawn}</div>'
+
+
+def color_of(number: int) -> str:
+    """Classes of the curve `number` of a chart: a colour, then the next kind of line."""
+    return f"c{number % COLORS + 1}" + ("", " dashed", " dotted")[number // COLORS % LINES]
+
+
+def chart_svg(
+    title: str, curves: dict[str, Curve], axis: str = "step", labels: bool = True
+) -> str:
+    """A line chart; `labels` are shown for several curves. `axis` names what runs to the right."""
+    steps = [step for curve in curves.values() for step in curve]
+    values = [value for curve in curves.values() for value in curve.values()]
+    x_low, x_high = _widen(min(steps), max(steps))
+    y_low, y_high = _widen(min(values), max(values))
+
+    def x_of(step: float) -> float:
+        return LEFT + (step - x_low) / (x_high - x_low) * (WIDTH - LEFT - RIGHT)
+
+    def y_of(value: float) -> float:
+        return HEIGHT - BOTTOM - (value - y_low) / (y_high - y_low) * (HEIGHT - TOP - BOTTOM)
+
+    parts = [f'<text class="title" x="{LEFT}" y="18">{escape(title)}</text>']
+    for tick in ticks(y_low, y_high):
+        y = y_of(tick)
+        parts.append(
+            f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
+        )
+        place = f'x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end"'
+        parts.append(f'<text class="tick" {place}>{format_number(tick)}</text>')
+    for tick in ticks(x_low, x_high):
+        place = f'x="{x_of(tick):.1f}" y="{HEIGHT - 8}" text-anchor="middle"'
+        parts.append(f'<text class="tick" {place}>{format_number(tick)}</text>')
+    for number, (label, curve) in enumerate(curves.items()):
+        color = color_of(number)
+        points = [
+            (step, value, x_of(step), y_of(value)) for step, value in _thin(sorted(curve.items()))
+        ]
+        path = " ".join(f"{x:.1f},{y:.1f}" for _, _, x, y in points)
+        parts.append(f'<polyline class="curve {color}" points="{path}"/>')
+        radius, thin = (2.5, "") if len(points) <= 25 else (1, " thin")
+        for step, value, x, y in points:
+            tip = escape(f"{label}, {axis} {format_number(step)}: {format_number(value)}")
+            place = f'cx="{x:.1f}" cy="{y:.1f}" r="{radius}"'
+            parts.append(f'<circle class="{color}{thin}" {place}><title>{tip}</title></circle>')
+        if labels and len(curves) > 1:
+            place = f'x="{WIDTH - RIGHT}" y="{12 + 12 * number}" text-anchor="end"'
+            parts.append(f'<text class="label {color}" {place}>{escape(label)}</text>')
+    frame = f'viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}"'
+    return f"<svg {frame}>{''.join(parts)}</svg>"
+
+
+def ticks(low: float, high: float, count: int = 4) -> list[float]:
+    """About `count` round numbers from `low` to `high`: steps of 1, 2 or 5 times a power of 10."""
+    raw = (high - low) / count
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= raw * 0.999)
+    first = math.ceil(low / step - 1e-9)
+    last = math.floor(high / step + 1e-9)
+    return [index * step for index in range(first, last + 1)]
+
+
+def format_number(value: float) -> str:
+    """Four significant digits, no trailing zeros."""
+    return f"{value:.4g}"
+
+
+def _widen(low: float, high: float) -> tuple[float, float]:
+    """Not zero, relative to the size of its ends (else rounding undoes it)."""
+    least = max(abs(low), abs(high), 1e-30) * 1e-6
+    if high - low > least:
+        return low, high
+    margin = abs(low) * 0.1 or 0.5
+    return low - margin, high + margin
+
+
+def _thin(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """At most about MAX_POINTS of them, evenly spread, the last one included."""
+    stride = max(math.ceil(len(points) / MAX_POINTS), 1)
+    return points[::-stride][::-1]
+
+
+# --- timeline ------------------------------------------------------------------------------------
+
+STEPS = 3  # of the policy, the last ones
+LANES_WIDTH, LANE, LANES_LEFT, LANES_TOP, LANES_BOTTOM = 1180, 30, 120, 8, 24
+LEAST_LABEL = 7.0  # pixels that a letter of a label takes
+# Colours by what the name of a phase contains; the first that fits. Others are grey.
+COLOURS = {
+    "wait": "idle",
+    "generate": "c1",
+    "score": "c2",
+    "train": "c3",
+    "logprobs": "c4",
+    "prepare": "idle",
+    "finish": "idle",
+}
+
+
+def timeline_svg(jobs: list[JobRecord]) -> str:
+    """The last steps of the first policy and what the other jobs did meanwhile; may be empty."""
+    policy = next((job for job in jobs if job.is_policy and job.phases), None)
+    if policy is None:
+        return ""
+    steps = sorted({phase.step for phase in policy.phases if phase.name == "generate"})
+    shown = [phase for phase in policy.phases if phase.step in steps[-STEPS:]]
+    start = min(phase.start for phase in shown)
+    end = max(phase.end for phase in shown)
+    scale = (LANES_WIDTH - LANES_LEFT - RIGHT) / max(end - start, 1e-9)
+    parts, lanes = [], 0
+    for job in jobs:
+        phases = [p for p in _innermost(job.phases) if p.end > start and p.start < end]
+        if not phases:
+            continue
+        y = LANES_TOP + lanes * LANE
+        place = f'x="{LANES_LEFT - 8}" y="{y + LANE / 2 + 3:.0f}" text-anchor="end"'
+        parts.append(f"<text {place}>{escape(job.name)}</text>")
+        for phase in phases:
+            left = LANES_LEFT + (max(phase.start, start) - start) * scale
+            width = (min(phase.end, end) - max(phase.start, start)) * scale
+            parts.append(_bar(phase, left, y, width))
+        lanes += 1
+    height = LANES_TOP + lanes * LANE + LANES_BOTTOM
+    for tick in ticks(0, max(end - start, 1e-9), 10):
+        place = f'x="{LANES_LEFT + tick * scale:.1f}" y="{height - 8}" text-anchor="middle"'
+        parts.append(f'<text class="tick" {place}>{format_number(tick)} s</text>')
+    frame = f'viewBox="0 0 {LANES_WIDTH} {height}" role="img" aria-label="timeline"'
+    return f"<svg {frame}>{''.join(parts)}</svg>"
+
+
+def _bar(phase: Phase, left: float, y: float, width: float) -> str:
+    colour = next((value for key, value in COLOURS.items() if key in phase.name), "idle")
+    tip = escape(
+        f"{phase.name}, step {format_number(phase.step)}: {phase.end - phase.start:.3f} s"
+    )
+    size = f'x="{left:.1f}" y="{y + 3}" width="{max(width, 0.5):.1f}" height="{LANE - 6}"'
+    bar = f'<rect class="{colour}" {size}><title>{tip}</title></rect>'
+    if len(phase.name) * LEAST_LABEL < width:
+        place = f'x="{left + 4:.1f}" y="{y + LANE / 2 + 4:.0f}"'
+        bar += f'<text class="on-bar" {place}>{escape(phase.name)}</text>'
+    return bar
+
+
+def _innermost(phases: list[Phase]) -> list[Phase]:
+    """The phases that contain no other."""
+    ordered = sorted(phases, key=lambda phase: (phase.start, -phase.end))
+    return [
+        phase
+        for phase, following in zip_longest(ordered, ordered[1:])
+        if following is None or following.end > phase.end or following.start >= phase.end
+    ]

@@ -18,7 +18,7 @@ from nemo.utils import logging
 
 from nemo_aligner.checkpoint.folders import CHECKPOINTS, STATE_FILE, complete_checkpoints
 from nemo_aligner.config.fields import RESTORE_KEY
-from nemo_aligner.report.charts import format_number
+from nemo_aligner.report.elements import format_number
 from nemo_aligner.report.page import write_report
 from nemo_aligner.report.reading import alarms, read_run, what_it_learned
 

@@ -13,8 +13,19 @@ from typing import Any
 
 from nemo_aligner.config.values import is_number
 from nemo_aligner.core.errors import UserError
-from nemo_aligner.report.charts import chart_grid, color_of, format_number, group_curves, is_time
-from nemo_aligner.report.elements import document, folded, table, when
+from nemo_aligner.report.elements import (
+    chart_grid,
+    color_of,
+    document,
+    folded,
+    format_number,
+    group_curves,
+    is_time,
+    table,
+    timeline_svg,
+    unfolded,
+    when,
+)
 from nemo_aligner.report.reading import (
     TRAINED,
     Curve,
@@ -24,7 +35,6 @@ from nemo_aligner.report.reading import (
     read_run,
     what_it_learned,
 )
-from nemo_aligner.report.timeline import timeline_svg
 
 FIRST_SAMPLES = 5  # shown at once; the others unfold
 MAX_SAMPLES = 20
@@ -231,12 +241,8 @@ def _samples(key: str, rows: list[dict[str, Any]]) -> str:
             (str(row.get("step")), row["prompt"], _response(row))
             for row in rows[: -MAX_SAMPLES - 1 : -1]
         ]
-    more = cells[FIRST_SAMPLES:]
     title = escape(key.removeprefix("table/"))
-    return f"<h3>{title} ({len(cells)})</h3>" + (
-        table([names, *cells[:FIRST_SAMPLES]], "samples")
-        + folded(f"{len(more)} more", table([names, *more], "samples"))
-    )
+    return f"<h3>{title} ({len(cells)})</h3>{unfolded(cells, names, FIRST_SAMPLES)}"
 
 
 def _response(row: dict[str, Any]) -> str:

@@ -84,42 +84,32 @@ def _read_job(metrics_path: Path, run_dir: Path) -> JobRecord:
             # A resumed job repeats steps; the later line counts.
             if key not in ("step", "time") and is_number(value) and is_number(step):
                 job.series.setdefault(key, {})[step] = value
+    for record in _read_jsonl(folder / "val_samples.jsonl", job):
+        _add(job, "validation samples", [record])
     for record in _read_jsonl(folder / "tables.jsonl", job):
         samples = [sample for sample in record.get("rows") or [] if isinstance(sample, dict)]
-        rows = job.tables.setdefault(str(record.get("key")), [])
-        rows += ({"step": record.get("step"), **sample} for sample in samples)
-        _forget_between(rows)
+        rows = [{"step": record.get("step"), **sample} for sample in samples]
+        _add(job, str(record.get("key")), rows)
+    if "validation samples" in job.tables:
+        job.tables.pop("table/val_rollouts", None)  # the same samples, but fewer of them
+    for record in _read_jsonl(folder / "train_samples.jsonl", job):
+        _add(job, "samples of self-play", [record])
     for record in _read_jsonl(folder / "timeline.jsonl", job):
         step, start, seconds = (record.get(key) for key in ("step", "start", "seconds"))
         if is_number(step) and is_number(start) and is_number(seconds):
             job.phases.append(Phase(str(record.get("phase")), step, start, start + seconds))
             if len(job.phases) > 2 * LATEST:
                 del job.phases[:LATEST]
-    val_samples = _read_rows(folder / "val_samples.jsonl", job)
-    if val_samples:
-        job.tables.pop("table/val_rollouts", None)  # the same samples, but fewer of them
-        job.tables = {"validation samples": val_samples} | job.tables
-    train_samples = _read_rows(folder / "train_samples.jsonl", job)
-    if train_samples:
-        job.tables["samples of self-play"] = train_samples
     return job
 
 
-def _read_rows(path: Path, job: JobRecord) -> list[dict[str, Any]]:
-    """The samples of a file that the page shows."""
-    rows: list[dict[str, Any]] = []
-    for record in _read_jsonl(path, job):
-        rows.append(record)
-        if len(rows) > 2 * LATEST:
-            _forget_between(rows)
-    return rows
-
-
-def _forget_between(rows: list[dict[str, Any]]) -> None:
-    """Keep the samples of the first and of the last step, and the latest of those between."""
-    ends = (rows[0].get("step"), rows[-1].get("step")) if rows else ()
-    first_kept = len(rows) - LATEST
-    rows[:] = [row for n, row in enumerate(rows) if n >= first_kept or row.get("step") in ends]
+def _add(job: JobRecord, key: str, samples: list[dict[str, Any]]) -> None:
+    """Of many samples those of the first and of the last step stay, and the latest between."""
+    rows = job.tables.setdefault(key, [])
+    rows += samples
+    if len(rows) > 2 * LATEST:
+        ends, first_kept = (rows[0].get("step"), rows[-1].get("step")), len(rows) - LATEST
+        rows[:] = [row for n, row in enumerate(rows) if n >= first_kept or row.get("step") in ends]
 
 
 def _read_jsonl(path: Path, job: JobRecord) -> Iterator[dict[str, Any]]:

@@ -82,7 +82,7 @@ def test_a_conversation_with_two_ranks(folder):
     assert ended.returncode == 0, ended.stderr
     first, second = ended.stdout[: len(ended.stdout) // 2], ended.stdout[len(ended.stdout) // 2 :]
     assert first == second and first.endswith("\n") and len(first) > 3
-    assert ended.stderr.count("has 60 tokens; the model has 48 positions") == 1
+    assert ended.stderr.count("has 60 tokens: no room for a response within 48") == 1
     assert ended.stderr.count("each line is a prompt of its own") == 1
 
 
@@ -136,26 +136,6 @@ def test_every_way_to_start_two_ranks_writes_the_same_file(folder, tmp_path):
             record["logprob_sum"] = round(record["logprob_sum"], 3)
         found.append(records)
     assert found[0] == found[1] == found[2]
-
-
-@pytest.mark.full
-@pytest.mark.timeout(600)
-def test_evaluation_on_two_ranks_is_that_of_one(folder, tmp_path):
-    policy = str(folder / "policy.nemo")
-    words = f"evaluate {policy} --prompts {folder / 'prompts.jsonl'} --reward {folder / 'rm.nemo'}"
-    found = []
-    for ranks in (1, 2):
-        out = tmp_path / str(ranks)
-        code, log = outcome(
-            f"{words} --out {out}", tmp_path / "log", "bootstrap.resamples=100", ranks=ranks
-        )
-        assert code == 0, log
-        assert log.count("reward, mean") == 1
-        assert (out / "evaluation.html").read_text().count("<h3>Samples") == 1
-        found.append(json.loads((out / "metrics.json").read_text())["policies"][policy])
-    assert found[0].keys() == found[1].keys()
-    for key, number in found[0].items():
-        assert found[1][key]["value"] == pytest.approx(number["value"], abs=1e-5)
 
 
 @pytest.mark.full

@@ -22,13 +22,13 @@ def module():
 
 
 def test_a_power_law_is_found_again(module):
-    law = module("fits").power_law([1, 2, 4, 8], [3 * x**1.5 for x in (1, 2, 4, 8)])
+    law = module("scaling").power_law([1, 2, 4, 8], [3 * x**1.5 for x in (1, 2, 4, 8)])
     assert law.factor == pytest.approx(3) and law.exponent == pytest.approx(1.5)
     assert law.residuals == pytest.approx([0, 0, 0, 0])
 
 
 def test_costs_of_terms_are_found_again_and_never_negative(module):
-    fits, terms = module("fits"), [[1, 10], [2, 10], [1, 40], [3, 0]]
+    fits, terms = module("scaling"), [[1, 10], [2, 10], [1, 40], [3, 0]]
     costs, residuals = fits.costs_of_terms(terms, [1 + 20, 2 + 20, 1 + 80, 3])
     assert costs == pytest.approx([1, 2]) and residuals == pytest.approx([0] * 4, abs=1e-9)
     costs, _ = fits.costs_of_terms([[1, 0], [1, 1], [1, 2]], [3.0, 2.0, 1.0])
@@ -88,19 +88,6 @@ def workload(simulation, lengths, micro_batch=1, slots=1, **more):
     return simulation.Workload(tuple(lengths), micro_batch=micro_batch, slots=slots, **keys | more)
 
 
-def test_one_replica_with_one_slot_takes_the_sum(simulation):
-    lengths = geometric(40)
-    done = simulation.generate(workload(simulation, lengths), 1, False, Units())
-    assert done.ends == [sum(lengths)]
-
-
-@pytest.mark.parametrize("shared", [False, True])
-def test_a_replica_for_each_prompt_takes_the_longest(simulation, shared):
-    lengths = geometric(40)
-    done = simulation.generate(workload(simulation, lengths), 40, shared, Units())
-    assert max(done.ends) == max(lengths) and sorted(done.ends) == sorted(lengths)
-
-
 def test_rows_prompts_and_keys_are_paid_for(simulation):
     """Two samples of 2 and 3 tokens after prompts of 4, together in the batch."""
     job = workload(simulation, (2, 3), micro_batch=2, slots=2, prompt=4)
@@ -113,9 +100,7 @@ def test_rows_prompts_and_keys_are_paid_for(simulation):
 
 
 @pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize(
-    "replicas, micro_batch, slots", [(1, 4, 4), (3, 4, 4), (5, 2, 7), (8, 7, 3)]
-)
+@pytest.mark.parametrize("replicas, micro_batch, slots", [(5, 2, 7), (8, 7, 3)])
 def test_every_prompt_is_generated_and_sent_once(simulation, shared, replicas, micro_batch, slots):
     lengths = geometric(100)
     job = workload(simulation, lengths, micro_batch, slots)
@@ -137,15 +122,6 @@ def test_a_queue_is_no_slower_than_prompts_dealt_out_and_within_grahams_bound(si
     mean = sum(lengths) / replicas
     assert max(mean, max(lengths)) <= queue <= mean + (1 - 1 / replicas) * max(lengths)
     assert queue <= dealt
-
-
-def test_slots_for_all_prompts_let_the_first_replica_draw_everything(simulation):
-    lengths = geometric(64)
-    job = workload(simulation, lengths, micro_batch=4, slots=64)
-    done = simulation.generate(job, 8, True, Units())
-    assert set(done.by.values()) == {0}
-    done = simulation.generate(job, 8, False, Units())
-    assert set(done.by.values()) == set(range(8))
 
 
 def test_side_by_side_and_one_after_another_by_hand(simulation):
@@ -170,16 +146,6 @@ def test_side_by_side_and_one_after_another_by_hand(simulation):
     assert simulation.simulate(job, layout, Units(), critic).wait == max(9 + 11 - 9 - tokens, 0)
     slow = Units(request=10.0)
     assert simulation.simulate(job, layout, Units(), slow).wait == 37 + 20 - 9 - tokens
-
-
-def test_micro_batches_are_sorted_and_as_wide_as_their_longest(simulation):
-    assert simulation.padded([5, 1, 4, 2, 9], 2) == [2 * 2, 2 * 5, 9]
-
-
-def test_updates_wait_for_their_slowest_replica(simulation):
-    job = workload(simulation, (1, 2, 3, 4, 5, 6, 7, 8), global_batch=4)
-    assert simulation.shares(job, 2) == [[[2, 3], [4, 5]], [[6, 7], [8, 9]]]
-    assert simulation.update_seconds(job, 2, Units()) == 3 * (9 + 17)
 
 
 def test_gpu_costs_of_a_model_known_by_hand(module):
@@ -224,11 +190,3 @@ def test_costs_fitted_to_runs_of_known_costs_are_found_again(module, simulation)
     costs = scaling.fit_costs(found)
     for name in ("generation", "passes", "training"):
         assert getattr(costs, name) == pytest.approx(getattr(truth, name), rel=1e-3), name
-
-
-def test_more_ranks_than_samples_of_an_update_are_refused(module):
-    steps = module("gpu_steps")
-    alone = steps.Way(side_by_side=False)
-    assert steps.gpu_step("8B, TP 2", 512, 1024, alone) is not None
-    assert steps.gpu_step("8B, TP 2", 1024, 1024, alone) is None
-    assert steps.gpu_step("70B, TP 8, PP 4", 32, 1024, steps.Way()) is None

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from nemo_aligner.doctor import MISSING, OK, WARNING, Finding, machine, packages, summary
+from nemo_aligner import doctor
+from nemo_aligner.doctor import MISSING, OK, WARNING, Finding, summary
 from nemo_aligner.launch import start_up
 from nemo_aligner.servers import triton_environment
 
@@ -35,37 +36,36 @@ def says(finding, status, words=""):
 # ---------------------------------------------------------------------------------------- packages
 
 
-UNLIMITED = machine.resource.RLIM_INFINITY
+UNLIMITED = doctor.resource.RLIM_INFINITY
 
 
 def c_library(system, *libc):
-    return packages.c_library(system, "x86_64", libc)
+    return doctor.c_library(system, "x86_64", libc)
 
 
 @pytest.mark.parametrize(
     ("check", "given", "status", "words"),
     [
-        (packages.python, (3, 9, 18), MISSING, ""),
-        (packages.python, (3, 10, 0), OK, ""),
-        (packages.python, (3, 12, 9), OK, ""),
-        (packages.python, (3, 13, 0), MISSING, ""),
-        (lambda libc: c_library("Linux", "glibc", libc), "2.35", OK, ""),
+        (doctor.python, (3, 9, 18), MISSING, ""),
+        (doctor.python, (3, 10, 0), OK, ""),
+        (doctor.python, (3, 12, 9), OK, ""),
+        (doctor.python, (3, 13, 0), MISSING, ""),
         (lambda libc: c_library("Linux", "glibc", libc), "2.100", OK, ""),
         (lambda libc: c_library("Linux", "glibc", libc), "2.31", MISSING, ""),
         (lambda system: c_library(system, "", ""), "Linux", MISSING, ""),  # musl
         (lambda system: c_library(system, "", ""), "Darwin", MISSING, ""),
-        (lambda given: machine.clock(*given), (2026, 0.001), OK, "2026"),
-        (lambda given: machine.clock(*given), (1970, 0.0), WARNING, "1970"),
-        (lambda given: machine.clock(*given), (2026, -3600.0), WARNING, "-3600.00 s"),
-        (machine.memory, 0, WARNING, ""),
-        (machine.memory, GB // 2, MISSING, ""),
-        (machine.memory, 2 * GB, WARNING, ""),
-        (machine.memory, 9 * GB, OK, ""),
-        (machine.cores, 1, WARNING, ""),
-        (machine.open_files, (1024, 524288), OK, ""),
-        (machine.open_files, (512, 524288), WARNING, ""),
-        (machine.open_files, (64, 64), MISSING, ""),
-        (machine.open_files, (UNLIMITED, UNLIMITED), OK, ""),
+        (lambda given: doctor.clock(*given), (2026, 0.001), OK, "2026"),
+        (lambda given: doctor.clock(*given), (1970, 0.0), WARNING, "1970"),
+        (lambda given: doctor.clock(*given), (2026, -3600.0), WARNING, "-3600.00 s"),
+        (doctor.memory, 0, WARNING, ""),
+        (doctor.memory, GB // 2, MISSING, ""),
+        (doctor.memory, 2 * GB, WARNING, ""),
+        (doctor.memory, 9 * GB, OK, ""),
+        (doctor.cores, 1, WARNING, ""),
+        (doctor.open_files, (1024, 524288), OK, ""),
+        (doctor.open_files, (512, 524288), WARNING, ""),
+        (doctor.open_files, (64, 64), MISSING, ""),
+        (doctor.open_files, (UNLIMITED, UNLIMITED), OK, ""),
     ],
 )
 def test_what_a_value_means(check, given, status, words):
@@ -73,22 +73,22 @@ def test_what_a_value_means(check, given, status, words):
 
 
 def test_pythons_are_those_of_setup_py():
-    first, end = (".".join(map(str, version)) for version in packages.PYTHONS)
+    first, end = (".".join(map(str, version)) for version in doctor.PYTHONS)
     assert f'python_requires=">={first},<{end}"' in (ROOT / "setup.py").read_text()
 
 
 def test_libpython(monkeypatch):
     monkeypatch.setattr(triton_environment, "find_libpython", lambda: None)
-    says(packages.libpython(), MISSING, r"shared library libpython.*\. Use a Python built with")
+    says(doctor.libpython(), MISSING, r"shared library libpython.*\. Use a Python built with")
     monkeypatch.setattr(triton_environment, "find_libpython", lambda: "/opt/lib")
-    says(packages.libpython(), OK, "/opt/lib")
+    says(doctor.libpython(), OK, "/opt/lib")
 
 
 def test_the_c_library_is_that_of_the_installed_wheel():
     from importlib import metadata
 
     wheel = metadata.distribution("nvidia-pytriton").read_text("WHEEL")
-    assert "manylinux_{}_{}_".format(*packages.GLIBC) in wheel
+    assert "manylinux_{}_{}_".format(*doctor.GLIBC) in wheel
 
 
 @pytest.fixture
@@ -107,32 +107,30 @@ def faked(monkeypatch):
     return fake
 
 
-def test_a_package_that_is_not_installed(faked):
-    faked({"torch": ModuleNotFoundError("No module named 'torch'")}, {})
-    wrong = {"torch": "torch<2.14,>=2.6 (not installed)"}
-    says(
-        packages.imported("torch", wrong), MISSING, "not installed. pip install 'torch<2.14,>=2.6'"
-    )
+BROKEN = OSError("/transformer_engine/libtransformer_engine.so: undefined symbol\nmore")
+TORCH = "torch<2.14,>=2.6"
 
 
-def test_a_package_that_does_not_import(faked):
-    faked({"torch": OSError("libcudart.so.13: cannot open\nmore")}, {"torch": "2.13.0"})
-    words = r"2.13.0 does not import \(OSError: libcudart.so.13: cannot open\). pip.*--force-rein"
-    says(packages.imported("torch", {}), MISSING, words)
-
-
-def test_megatron_core_with_a_broken_transformer_engine(faked):
-    error = OSError("/site-packages/transformer_engine/libtransformer_engine.so: undefined symbol")
-    faked({"megatron.core": error}, {"megatron-core": "0.19.2"})
-    words = r"0.19.2 does not import .*undefined symbol.*that fits this torch.*pip uninstall"
-    says(packages.imported("megatron-core", {}), MISSING, words)
-
-
-def test_a_package_of_another_version(faked):
-    faked({}, {"torch": "2.5.0"})
-    wrong = {"torch": "torch<2.14,>=2.6 (installed: 2.5.0)"}
-    says(packages.imported("torch", wrong), WARNING, "2.5.0;.*pip install 'torch<2.14,>=2.6'")
-    says(packages.imported("torch", {}), OK, "2.5.0")
+@pytest.mark.parametrize(
+    ("error", "installed", "wrong", "status", "words"),
+    [
+        (ImportError(), None, "not installed", MISSING, f"not installed. pip install '{TORCH}'"),
+        (
+            OSError("no"),
+            "2.13.0",
+            "",
+            MISSING,
+            r"not import \(OSError: no\).*--force",
+        ),
+        (BROKEN, "2.13.0", "", MISSING, "undefined symbol.*that fits this torch.*pip uninstall"),
+        (None, "2.5.0", "installed: 2.5.0", WARNING, f"2.5.0;.*pip install '{TORCH}'"),
+        (None, "2.13.0", "", OK, "2.13.0"),
+    ],
+)
+def test_a_package(faked, error, installed, wrong, status, words):
+    faked({"torch": error}, {"torch": installed})
+    wrong = {"torch": f"{TORCH} ({wrong})"} if wrong else {}
+    says(doctor.imported("torch", wrong), status, words)
 
 
 def test_requirements_without_a_line_of_their_own(monkeypatch):
@@ -142,16 +140,16 @@ def test_requirements_without_a_line_of_their_own(monkeypatch):
         "rich>=13": "installed: 1",
     }
     monkeypatch.setattr(start_up, "unsupported", lambda: found)
-    missing, other = packages.others(packages.unsupported())
+    missing, other = doctor.others(doctor.unsupported())
     says(missing, MISSING, "psutil +not installed. pip install 'psutil>=5.9'")
     says(other, WARNING, "rich +installed: 1. pip install 'rich>=13'")
-    (fine,) = packages.others({"numpy": "numpy<3 (installed: 3.1)"})
+    (fine,) = doctor.others({"numpy": "numpy<3 (installed: 3.1)"})
     says(fine, OK)
 
 
 def test_an_installation_without_metadata(monkeypatch):
     monkeypatch.setattr(start_up, "DISTRIBUTION", "not-installed-at-all")
-    (finding,) = packages.others(packages.unsupported())
+    (finding,) = doctor.others(doctor.unsupported())
     says(finding, WARNING, "not-installed-at-all is not installed.*pip install .")
 
 
@@ -186,37 +184,37 @@ def fake_torch(build, names=(), error=None):
 )
 def test_cuda(monkeypatch, torch, gpu_there, status, words):
     monkeypatch.setattr(os.path, "exists", lambda path: False)
-    monkeypatch.setattr(packages.shutil, "which", lambda name: name if gpu_there else None)
-    gpus = packages.gpu_names(torch) if torch else []
-    says(packages.cuda(torch, gpus), status, words)
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: name if gpu_there else None)
+    gpus = doctor.gpu_names(torch) if torch else []
+    says(doctor.cuda(torch, gpus), status, words)
 
 
 def test_transformer_engine_and_apex(monkeypatch, faked):
-    says(packages.transformer_engine(gpu=False), OK, "not needed")
+    says(doctor.transformer_engine(gpu=False), OK, "not needed")
     there = []
     find_spec = lambda name: True if name in there else None  # noqa: E731
     monkeypatch.setattr(importlib.util, "find_spec", find_spec)
-    says(packages.transformer_engine(gpu=True), WARNING, "not installed")
-    says(packages.apex(), OK, "not installed")
+    says(doctor.transformer_engine(gpu=True), WARNING, "not installed")
+    says(doctor.apex(), OK, "not installed")
     there += ["transformer_engine", "fused_weight_gradient_mlp_cuda"]
     faked({"transformer_engine.pytorch": ImportError("undefined symbol")}, {})
-    says(packages.transformer_engine(gpu=True), MISSING, "undefined symbol")
+    says(doctor.transformer_engine(gpu=True), MISSING, "undefined symbol")
     faked({}, {"transformer-engine": "2.10.0"})
-    says(packages.transformer_engine(gpu=True), OK, "2.10.0")
-    says(packages.apex(), OK, " installed")
+    says(doctor.transformer_engine(gpu=True), OK, "2.10.0")
+    says(doctor.apex(), OK, " installed")
 
 
 # ----------------------------------------------------------------------------------------- machine
 
 
 def test_ports(monkeypatch):
-    says(machine.ports(), OK, r"127.0.0.1:\d+ is free")
+    says(doctor.ports(), OK, r"127.0.0.1:\d+ is free")
 
     def refuse(*_args, **_options):
         raise OSError(errno.EADDRNOTAVAIL, os.strerror(errno.EADDRNOTAVAIL))
 
     monkeypatch.setattr(socket, "create_connection", refuse)
-    says(machine.ports(), MISSING, "Cannot assign requested address")
+    says(doctor.ports(), MISSING, "Cannot assign requested address")
 
 
 @pytest.mark.parametrize(
@@ -230,14 +228,13 @@ def test_localhost(monkeypatch, addresses, status):
         return [(None, None, None, "", (address, 0)) for address in addresses]
 
     monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
-    says(machine.name_of_this_machine(), status)
+    says(doctor.name_of_this_machine(), status)
 
 
 @pytest.mark.parametrize(("free", "status"), [(10 * MB, MISSING), (GB, WARNING), (80 * GB, OK)])
-def test_disk_and_shared_memory(monkeypatch, tmp_path, free, status):
-    monkeypatch.setattr(machine, "space", lambda _path: (100 * GB, free))
-    says(machine.disk("runs", tmp_path / "not" / "there", "Name another one"), status)
-    says(machine.shared_memory(tmp_path), MISSING if free == 10 * MB else OK, "100.00 GiB")
+def test_disk(monkeypatch, tmp_path, free, status):
+    monkeypatch.setattr(doctor, "space", lambda _path: (100 * GB, free))
+    says(doctor.disk("runs", tmp_path, "Name another one"), status, "100.00 GiB")
     assert not list(tmp_path.iterdir())
 
 
@@ -245,45 +242,44 @@ def test_folders_that_cannot_be_written(monkeypatch, tmp_path):
     def refuse(dir):
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
-    monkeypatch.setattr(machine.tempfile, "TemporaryFile", refuse)
-    says(machine.disk("runs", tmp_path, "Name another one"), MISSING, "Read-only file system")
-    says(machine.shared_memory(tmp_path), MISSING, "Read-only file system")
-    says(machine.shared_memory(tmp_path / "none"), MISSING, "No such file")
+    says(doctor.disk("runs", tmp_path / "none", "Name another one"), MISSING, "No such file")
+    monkeypatch.setattr(doctor.tempfile, "TemporaryFile", refuse)
+    says(doctor.disk("runs", tmp_path, "Name another one"), MISSING, "Read-only file system")
 
 
 def test_temporary_folders(monkeypatch, tmp_path):
-    (finding,) = machine.temporary_folders()
+    (finding,) = doctor.temporary_folders()
     assert finding.status in (OK, WARNING)
-    monkeypatch.setattr(machine.tempfile, "gettempdir", lambda: f"{tmp_path}/{'long' * 10}")
-    assert [str(Path("/tmp")) in finding.text for finding in machine.temporary_folders()][-1]
+    monkeypatch.setattr(doctor.tempfile, "gettempdir", lambda: f"{tmp_path}/{'long' * 10}")
+    assert "/tmp" in list(doctor.temporary_folders())[-1].text
     flags = types.SimpleNamespace(
         f_flag=os.ST_NOEXEC, f_blocks=9 * GB, f_bavail=8 * GB, f_frsize=1
     )
     monkeypatch.setattr(os, "statvfs", lambda _path: flags)
-    says(list(machine.temporary_folders())[-1], MISSING, "noexec.*TMPDIR")
+    says(list(doctor.temporary_folders())[-1], MISSING, "noexec.*TMPDIR")
 
     def none():
         raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found")
 
-    monkeypatch.setattr(machine.tempfile, "gettempdir", none)
-    (finding,) = machine.temporary_folders()
+    monkeypatch.setattr(doctor.tempfile, "gettempdir", none)
+    (finding,) = doctor.temporary_folders()
     says(finding, MISSING, "No usable temporary directory")
 
 
 def test_a_jump_of_the_clock_is_measured(monkeypatch):
     times = iter([1000.0, 1060.0])
-    monkeypatch.setattr(machine.time, "time", lambda: next(times))
-    assert machine.measure_clocks()[1] == pytest.approx(60, abs=5)
+    monkeypatch.setattr(doctor.time, "time", lambda: next(times))
+    assert doctor.measure_clocks()[1] == pytest.approx(60, abs=5)
 
 
 def test_the_control_group_limits_memory(monkeypatch, tmp_path):
-    assert machine.available_memory() > 0
-    monkeypatch.setattr(machine, "MEMORY_LIMIT", tmp_path / "memory.max")
+    assert doctor.available_memory() > 0
+    monkeypatch.setattr(doctor, "MEMORY_LIMIT", tmp_path / "memory.max")
     (tmp_path / "memory.max").write_text("5000\n")
     (tmp_path / "memory.current").write_text("2000\n")
-    assert machine.available_memory() == 3000
+    assert doctor.available_memory() == 3000
     (tmp_path / "memory.max").write_text("max\n")
-    assert machine.available_memory() > 5000
+    assert doctor.available_memory() > 5000
 
 
 # ----------------------------------------------------------------------------------------- command

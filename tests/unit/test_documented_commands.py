@@ -182,24 +182,7 @@ def test_a_documented_command_is_accepted_or_refused_with_its_reason(command, ru
 
 def test_every_documented_command_is_there():
     documents = [command.where.split(":")[0].split("/")[-1] for command in COMMANDS]
-    assert {name: documents.count(name) for name in documents} == {
-        "rlhf.rst": 6,
-        "rs.rst": 4,
-        "sft.rst": 4,
-        "cai.rst": 4,
-        "steerlm.rst": 6,
-        "steerlm2.rst": 1,
-        "reinforce.rst": 4,
-        "knowledge-distillation.rst": 4,
-        "dpo.rst": 3,
-        "spin.rst": 2,
-        "ppo.sh": 2,
-        "reinforce.sh": 2,
-        "rm.sh": 1,
-        "sft.sh": 1,
-        "dpo.sh": 1,
-        "kd.sh": 2,
-    }
+    assert (len(documents), len({*documents})) == (47, 16)
 
 
 # What NeMo-Aligner 0.7.0's YAML files have and ours do not, or otherwise. Those of its last

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m nemo_aligner.evaluate` in this process, on one rank."""
 
-import html.parser
+import html
 import json
 import re
 from pathlib import Path
@@ -15,16 +15,23 @@ from omegaconf import OmegaConf
 from nemo_aligner.config.defaults import complete_config
 from nemo_aligner.core.endings import ExitCode
 from nemo_aligner.core.tokenizer import tokenizer_fingerprint
-from nemo_aligner.evaluate import page
 from nemo_aligner.evaluate.__main__ import main
-from nemo_aligner.evaluate.measures import Number, Scored, measure
-from nemo_aligner.evaluate.page import render
+from nemo_aligner.evaluate.results import (
+    Number,
+    Scored,
+    comparison_rows,
+    measure,
+    policy_rows,
+    render,
+    shown,
+)
 from nemo_aligner.evaluate.rewards import tokens_of
 from nemo_aligner.generate.__main__ import main as generate
 from nemo_aligner.generate.responses import Response, read_responses, write_responses
 from nemo_aligner.generate.settings import compose_settings
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRewardModel
+from nemo_aligner.report.elements import columns
 from tests.tiny_models import tiny_config
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("log_level")]
@@ -221,13 +228,13 @@ def test_numbers_by_hand():
 
 def test_rows_of_the_table():
     results = measure([scored("one", [0.0, 1.0]), scored("two", [1.0, 0.5])], **SMALL)
-    lines = page.as_text(page.policy_rows(results)).splitlines()
+    lines = columns(policy_rows(results)).splitlines()
     assert lines[0].split() == ["one", "two"]
     assert re.fullmatch(r"reward, mean +0\.5 \[0\.5, 0\.5\] +0\.75 \[0\.75, 0\.75\]", lines[3])
-    assert page.comparison_rows(results)[0] == ("", "one against two")
-    assert page.shown("win_rate", Number(0.5, (0.25, 1.0))) == "50.0% [25.0%, 100.0%]"
-    assert page.shown("reward", Number(1.25)) == "1.25"
-    assert page.comparison_rows(measure([scored("one", [0.0, 1.0])], **SMALL)) == []
+    assert comparison_rows(results)[0] == ("", "one against two")
+    assert shown("win_rate", Number(0.5, (0.25, 1.0))) == "50.0% [25.0%, 100.0%]"
+    assert shown("reward", Number(1.25)) == "1.25"
+    assert comparison_rows(measure([scored("one", [0.0, 1.0])], **SMALL)) == []
 
 
 def test_a_reward_model_reads_the_tokens_of_its_own_tokenizer(
@@ -246,52 +253,21 @@ def test_a_reward_model_reads_the_tokens_of_its_own_tokenizer(
     assert tokens_of(Response("the film", " was bad"), other) == [*text, other.eos_id]
 
 
-# ---- the page
-
-
-class Page(html.parser.HTMLParser):
-    """The tags and texts of a page; a tag that is never closed is an error."""
-
-    def __init__(self, text):
-        super().__init__()
-        self.tags, self.texts, open_tags = [], [], []
-        self.open_tags = open_tags
-        self.feed(text)
-        assert not [tag for tag in open_tags if tag not in ("meta", "line", "circle", "polyline")]
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.append((tag, dict(attrs)))
-        if tag != "meta":
-            self.open_tags.append(tag)
-
-    def handle_startendtag(self, tag, attrs):
-        self.tags.append((tag, dict(attrs)))
-
-    def handle_endtag(self, tag):
-        assert self.open_tags.pop() == tag
-
-    def handle_data(self, data):
-        self.texts.append(data)
-
-
 def test_page_stands_alone_and_escapes_texts():
     evil = "<script>alert(1)</script>"
     sides = [
         scored("one", [float(n) for n in range(40)], [f"{evil} {n}" for n in range(40)]),
         scored("two & co", [20.0] * 39 + [0.0], ["y"] * 40),
     ]
-    page = Page(render(measure(sides, **SMALL), sides, [("reward", "rm.nemo")]))
-    assert not {"script", "link", "img"} & {tag for tag, _ in page.tags}
-    assert not any("http" in str(value) for _, attrs in page.tags for value in attrs.values())
-    text = "".join(page.texts)
+    page = render(measure(sides, **SMALL), sides, [("reward", "rm.nemo")])
+    assert not any(word in page for word in ("<script", "<link", "<img", "http"))
+    text = html.unescape(page)
     assert "one against two & co: evaluation" in text and "win rate, length-controlled" in text
     assert "rm.nemo" in text and "share of responses with at most" in text
     assert "one, reward 39: 1" in text
-    shown = [int(n) for n in re.findall(r"<script>alert\(1\)</script> (\d+)", text)]
-    assert (
-        len(shown) == len(set(shown)) == 24
-    )  # samples, from the largest gain to the largest loss
-    assert shown[0] == 39 and shown[5] == 0
+    found = [int(n) for n in re.findall(r"<script>alert\(1\)</script> (\d+)", text)]
+    # Samples, from the largest gain to the largest loss.
+    assert len(found) == len(set(found)) == 24 and (found[0], found[5]) == (39, 0)
 
 
 def test_sampling_has_the_defaults_of_ppo():

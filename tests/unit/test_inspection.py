@@ -24,7 +24,7 @@ from nemo_aligner.data.nlp.file_dataset import Part
 from nemo_aligner.data.nlp.prompts import PromptColumns
 from nemo_aligner.data.nlp.topk_logits import TopKExample, to_line
 from nemo_aligner.generate.settings import compose_settings, is_setting
-from nemo_aligner.inspection.command import main
+from nemo_aligner.inspection import main
 from nemo_aligner.inspection.findings import (
     ON_POLICY,
     histogram,
@@ -120,8 +120,7 @@ def test_conversations_for_sft(model, write, tmp_path, capsys):
     text = page.read_text(encoding="utf-8")
     assert '<span class="marked">the film⏎\nwas a joy</span>' in text
     assert '<span class="marked special">&lt;|im_end|&gt;</span>' in text
-    assert '<p class="bad">1 with an empty response:</p><details>' in text
-    assert f"<li>{path}, record 3</li>" in text and "█ 1" in text
+    assert f"1 with an empty response:\n    {path}, record 3" in text and "█ 1" in text
     assert 'trained on: <span class="marked">so</span>' in text
     assert "<script" not in text and "http" not in text
     colored = shown(capsys, path, "--model", model, *settings, "--color", "always")

@@ -104,19 +104,21 @@ activations_checkpoint_granularity activations_checkpoint_method precision
 reward_standardization.enable reward_standardization.mean reward_standardization.std
 regression.merge_attributes regression.attribute_weights global_batch_size"""
 
+TRAINING = COMMON | {
+    "trainer": TRAINER + " max_time",
+    "exp_manager": EXP + " resume_from_checkpoint max_time_per_run",
+    "pretrained_checkpoint": "restore_from_path",
+    "model.overwrite_base_config": "data.data_prefix",
+}
 REFERENCE = {
-    "gpt_ppo_actor": COMMON
+    "gpt_ppo_actor": TRAINING
     | {
-        "trainer": TRAINER + " max_time",
         "trainer.ppo": ACTOR_TRAINER + " ppo_epochs ratio_eps entropy_bonus",
         "remote_critic_rm": REMOTE + " init_timeout_s inference_timeout_s reward_models",
-        "exp_manager": EXP + " resume_from_checkpoint max_time_per_run",
-        "pretrained_checkpoint": "restore_from_path",
         "model.ppo": ACTOR_MODEL + " loss_reduction",
         "model.peft": PEFT,
         "model": MODEL + " sequence_parallel",
         "model.data": DATA,
-        "model.overwrite_base_config": "data.data_prefix",
     },
     "gpt_ppo_critic": COMMON
     | {
@@ -124,35 +126,27 @@ REFERENCE = {
         "pretrained_checkpoint": "restore_from_path",
         "model": f"{MODEL} {CRITIC_MODEL}",
     },
-    "gpt_rs_actor": COMMON
+    "gpt_rs_actor": TRAINING
     | {
-        "trainer": TRAINER + " max_time",
         "trainer.rs": RS_TRAINER + " run_init_validation",
         "remote_rm": "pad_to_length reward_model.name reward_model.ip reward_model.port host "
         "port reward_models",
-        "exp_manager": EXP + " resume_from_checkpoint max_time_per_run",
-        "pretrained_checkpoint": "restore_from_path",
         "model.rs": RS_MODEL + " num_rollouts_per_prompt top_n_rollouts loss_reduction",
         "model.peft": PEFT,
         "model": MODEL + " sequence_parallel",
         "model.data": DATA + " dataloader_type",
-        "model.overwrite_base_config": "data.data_prefix",
     },
-    "gpt_reinforce_actor": COMMON
+    "gpt_reinforce_actor": TRAINING
     | {
-        "trainer": TRAINER + " max_time",
         "trainer.reinforce": RS_TRAINER
         + " run_init_validation initial_policy_kl_penalty use_absolute_kl num_rollouts_per_prompt"
         " trt_llm.enable trt_llm.reshard batch_iterator.use_flask",
         "remote_rm": "pad_to_length reward_model.name reward_model.ip reward_model.port host "
         "port reward_models",
-        "exp_manager": EXP + " resume_from_checkpoint max_time_per_run",
-        "pretrained_checkpoint": "restore_from_path",
         "model.reinforce": RS_MODEL + " trt_llm loss_reduction",
         "model.peft": PEFT,
         "model": MODEL + " sequence_parallel",
         "model.data": DATA,
-        "model.overwrite_base_config": "data.data_prefix",
     },
     "inference_rm": {
         "": "rm_model_file",
@@ -161,15 +155,11 @@ REFERENCE = {
         + " host reward_fn reward_fn_workers reward_fn_timeout_s reward_fn_fallback",
         "model": INFERENCE_MODEL,
     },
-    "training_rm": COMMON
+    "training_rm": TRAINING
     | {
-        "trainer": TRAINER + " max_time",
         "trainer.rm": RM_TRAINER,
-        "exp_manager": EXP + " resume_from_checkpoint max_time_per_run",
-        "pretrained_checkpoint": "restore_from_path",
         "model": f"{MODEL} {RM_MODEL} {ARCHITECTURE}",
         "model.data": DATA + " validation_drop_last",
-        "model.overwrite_base_config": "data.data_prefix",
     },
     "gpt_sft": COMMON
     | {
@@ -182,34 +172,23 @@ REFERENCE = {
         "model.data.train_ds": SFT_SET,
         "model.data.validation_ds": SFT_SET,
     },
-    "gpt_dpo": COMMON
+    "gpt_dpo": TRAINING
     | {
-        "trainer": TRAINER + " max_time",
         "trainer.dpo": SFT_TRAINER,
-        "exp_manager": EXP + " resume_from_checkpoint max_time_per_run",
-        "pretrained_checkpoint": "restore_from_path",
         "model.dpo": DPO_MODEL,
         "model.peft": PEFT,
         "model.data": DATA + " default_chosen_reward default_rejected_reward",
-        "model.overwrite_base_config": "data.data_prefix",
     },
-    "gpt_kto": COMMON
+    "gpt_kto": TRAINING
     | {
-        "trainer": TRAINER + " max_time",
         "trainer.kto": SFT_TRAINER,
-        "exp_manager": EXP + " resume_from_checkpoint max_time_per_run",
-        "pretrained_checkpoint": "restore_from_path",
         "model.kto": KTO_MODEL,
         "model.peft": PEFT,
         "model.data": DATA + " dataloader_type",
-        "model.overwrite_base_config": "data.data_prefix",
     },
-    "gpt_spin": COMMON
+    "gpt_spin": TRAINING
     | {
-        "trainer": TRAINER + " max_time",
         "trainer.spin": SFT_TRAINER + " max_iterations",
-        "exp_manager": EXP + " resume_from_checkpoint max_time_per_run",
-        "pretrained_checkpoint": "restore_from_path",
         "model.spin": SPIN_MODEL,
         "model.data": SFT_DATA + " reset_position_ids reset_attention_mask eod_mask_loss",
         "model.data.train_ds": SPIN_SET,
@@ -217,18 +196,47 @@ REFERENCE = {
         + " global_batch_size micro_batch_size output_original_text",
         "model.overwrite_base_config": "data.train_ds.file_path data.validation_ds.file_path",
     },
-    "gpt_knowledge_distillation": COMMON
+    "gpt_knowledge_distillation": TRAINING
     | {
         "": "name",
-        "trainer": TRAINER + " max_time",
         "trainer.knowledge_distillation": SFT_TRAINER,
-        "exp_manager": EXP + " resume_from_checkpoint max_time_per_run",
-        "pretrained_checkpoint": "restore_from_path",
         "model.knowledge_distillation": DISTILLATION_MODEL,
         "model.peft": PEFT,
         "model.data": DATA + " top_k n_chunks n_examples_per_chunk dataloader_type",
-        "model.overwrite_base_config": "data.data_prefix",
     },
+}
+
+
+DEFAULTS = {
+    "gpt_ppo_actor": {
+        "trainer.ppo.use_absolute_kl": False,
+        "trainer.ppo.initial_policy_kl_penalty": 0.01,
+        "trainer.ppo.gae_lambda": 0.95,
+        "trainer.ppo.trt_llm.max_input_len": 2048,
+        "remote_critic_rm.init_timeout_s": 600,
+        "remote_critic_rm.inference_timeout_s": 3600,
+        "remote_critic_rm.critic.port": 5556,
+        "model.ppo.loss_reduction": "token",
+        "model.ppo.ratio_eps": 0.2,
+        "model.ppo.entropy_bonus": 0.0,
+        "model.ppo.num_rollout_samples": 512,
+        "model.ppo.length_params.max_length": 2048,
+        "model.optim.lr": 9e-7,
+    },
+    "gpt_ppo_critic": {
+        "trainer.ppo.port": 5556,
+        "model.optim.lr": 9e-6,
+        "model.loss_clip_val": 0.2,
+    },
+    "gpt_rs_actor": {
+        "model.rs.num_rollouts_per_prompt": 4,
+        "model.rs.top_n_rollouts": 1,
+        "remote_rm.reward_model.port": 5555,
+        "exp_manager.checkpoint_callback_params.monitor": "val_global_rewards",
+    },
+    "inference_rm": {"inference.port": 5555},
+    "training_rm": {"model.force_head_dtype": "bfloat16"},
+    "gpt_sft": {"model.optim.lr": 3e-5, "model.data.train_ds.global_batch_size": 128},
 }
 
 
@@ -262,35 +270,9 @@ def test_defaults_of_nemo_aligner_are_kept(configs):
         trainer, results = configs[name].trainer, configs[name].get("exp_manager")
         assert (trainer.accelerator, trainer.num_nodes, trainer.devices) == ("auto", 1, 1)
         assert results is None or results.explicit_log_dir == f"./results/{name}"
-    actor, critic = configs["gpt_ppo_actor"], configs["gpt_ppo_critic"]
-    assert actor.model.ppo.loss_reduction == "token" and not actor.trainer.ppo.use_absolute_kl
-    remote = actor.remote_critic_rm
-    assert (remote.init_timeout_s, remote.inference_timeout_s) == (600, 3600)
-    assert (
-        actor.trainer.ppo.initial_policy_kl_penalty == 0.01
-        and actor.trainer.ppo.gae_lambda == 0.95
-    )
-    assert actor.model.ppo.ratio_eps == 0.2 and actor.model.ppo.entropy_bonus == 0.0
-    assert (
-        actor.model.ppo.num_rollout_samples == 512
-        and actor.model.ppo.length_params.max_length == 2048
-    )
-    assert actor.trainer.ppo.trt_llm.max_input_len == 2048
-    assert actor.remote_critic_rm.critic.port == critic.trainer.ppo.port == 5556
-    assert (
-        actor.model.optim.lr == 9e-7
-        and critic.model.optim.lr == 9e-6
-        and critic.model.loss_clip_val == 0.2
-    )
-    rs, server = configs["gpt_rs_actor"], configs["inference_rm"]
-    assert rs.model.rs.num_rollouts_per_prompt == 4 and rs.model.rs.top_n_rollouts == 1
-    assert rs.remote_rm.reward_model.port == server.inference.port == 5555
-    assert rs.exp_manager.checkpoint_callback_params.monitor == "val_global_rewards"
-    assert configs["training_rm"].model.force_head_dtype == "bfloat16"
-    assert (
-        configs["gpt_sft"].model.optim.lr == 3e-5
-        and configs["gpt_sft"].model.data.train_ds.global_batch_size == 128
-    )
+    for name, keys in DEFAULTS.items():
+        for key, value in keys.items():
+            assert OmegaConf.select(configs[name], key) == value, key
 
 
 def test_ratio_eps_and_entropy_bonus_can_be_set_in_both_places():

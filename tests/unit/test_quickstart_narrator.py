@@ -82,21 +82,6 @@ def test_plain_lines_without_a_terminal():
     ]
 
 
-def test_bars_on_a_terminal():
-    text = io.StringIO()
-    phases = [Phase("Data", 1, 5.0), ppo_phase()]
-    narrator = Narrator(phases, console=Console(file=text, width=160, force_terminal=True))
-    with narrator:
-        narrator.start(phases[1])
-        narrator.update(phases[1], [{"step": 0, "train/reward": 0.25}])
-        narrator.finish(phases[1])
-    assert (
-        "PPO" in text.getvalue()
-        and "reward 0.25" in text.getvalue()
-        and "10/10" in text.getvalue()
-    )
-
-
 def test_metrics_tail_waits_for_whole_lines(tmp_path):
     tail = jobs.MetricsTail(tmp_path / "metrics.jsonl")
     assert tail.poll() == []
@@ -199,11 +184,9 @@ def test_numbers_of_the_outcome_by_hand(tmp_path):
 @pytest.mark.parametrize(
     ("after", "why"),
     [
-        ([(GOOD, 1.0), (BAD, -1.0)] * 50, "nothing changed"),
         ([(GOOD, 3.0), (BAD, 2.0)] * 50, "the reward model was fooled: gold stood still"),
         ([(GOOD, 0.0), (GOOD, 0.1)] * 50, "gold rose, the reward did not"),
         ([(GOOD, 1.0), (BAD, -1.0)] * 40 + [(GOOD, 1.0)] * 20, "a little of both"),
-        ([(BAD, -1.0)] * 100, "both fell"),
     ],
 )
 def test_what_is_not_a_clear_rise(tmp_path, after, why):

@@ -14,7 +14,6 @@ import torch
 from lightning.pytorch import Trainer
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer import TransformerConfig
 from nemo.utils import logging
 from omegaconf import DictConfig
 from torch import Tensor
@@ -34,7 +33,7 @@ from nemo_aligner.core.types import (
 from nemo_aligner.data.nlp.record_encoder import chat_end_strings
 from nemo_aligner.generation import GenerationOutput, GenerationParams, MegatronGenerator
 from nemo_aligner.generation.interface import Environment, Prompts
-from nemo_aligner.generation.resharding import divided, gather_stages, reshard, undivided
+from nemo_aligner.generation.resharding import divided, reshard
 from nemo_aligner.generation.split import Split, regrouped, training_split
 from nemo_aligner.models.alignable_interface import (
     AlignableGenerativeInterface,
@@ -105,25 +104,15 @@ class MegatronGPTPolicyModel(LogProbsMixin, AlignableGenerativeInterface):
                 f"model.{self.SECTION}.generation.reshard: tp={tp} does not divide the padded "
                 f"vocabulary of {self.padded_vocab_size} ids; choose one that does, or auto."
             )
-        if (tp, pp) == (trained[0], 1):
-            return regrouped(tp, pp, lambda _, chunks: [gather_stages(chunks, self._undivided)])
         return regrouped(tp, pp, lambda split, chunks: [reshard(split, chunks, self._divided)])
 
-    def _undivided(self) -> GPTModel:
-        return self._module_for_generation(undivided(self.transformer_config), None)
-
     def _divided(self, split: Split) -> GPTModel:
-        config = divided(self.transformer_config, split.tensor_ranks, split.pipeline_ranks)
-        return self._module_for_generation(config, split)
-
-    def _module_for_generation(self, config: TransformerConfig, split: Split | None) -> GPTModel:
-        """A module without values, for the groups of `split`; None: for those of training."""
+        """A module without values, for the groups of `split`."""
+        stages, stage = split.pipeline_ranks, split.pipeline.rank()
+        config = divided(self.transformer_config, split.tensor_ranks, stages)
         groups = ProcessGroupCollection.use_mpu_process_groups()
-        stage, stages = 0, 1
-        if split is not None:
-            groups.tp, groups.pp, groups.mp = split.tensor, split.pipeline, split.copy
-            groups.embd = split.embedding
-            stage, stages = split.pipeline.rank(), split.pipeline_ranks
+        groups.tp, groups.pp, groups.mp = split.tensor, split.pipeline, split.copy
+        groups.embd = split.embedding
         device = get_device()
         # PyTorch's modules have initial values all the same; training is to draw as without them.
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
