@@ -21,7 +21,12 @@ from nemo.utils import logging
 
 from nemo_aligner.core.leftovers import SHARED_MEMORY, shared_memory_prefix, temporary_folder
 from nemo_aligner.servers.admission import Access
-from nemo_aligner.servers.front import REQUEST_PARAMETER, Front, SocketConnection
+from nemo_aligner.servers.front import (
+    LAST_REPLIES_S,
+    REQUEST_PARAMETER,
+    Front,
+    SocketConnection,
+)
 from nemo_aligner.servers.schema import MOST_ROWS, Arrays, Endpoint, Handler, triton_tensors
 from nemo_aligner.servers.triton_environment import (
     folder_of_workspaces,
@@ -107,7 +112,7 @@ class TritonHost:
 
         triton = SocketTriton(self._directory, self._memory_prefix)
         address = self.host, self.port
-        self._front = Front(*address, triton.socket_path, self._endpoints, self._access)
+        self._front = Front(*address, self._endpoints, self._access, triton.socket_path)
         self._triton = triton
         try:
             for endpoint, _function in self._endpoints:
@@ -234,7 +239,7 @@ class TritonHost:
             gc.unfreeze()
             self._triton = None
         if self._front is not None:
-            self._front.wait_for_replies(2.0)
+            self._front.wait_for_replies(LAST_REPLIES_S)
             self._front = None
         self._clean()
 
