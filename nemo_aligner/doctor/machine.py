@@ -13,8 +13,7 @@ from pathlib import Path
 
 from nemo_aligner.doctor import MISSING, OK, WARNING, Finding, graded
 from nemo_aligner.launch.start_up import available_cores
-from nemo_aligner.servers.ports import find_free_port
-from nemo_aligner.servers.triton_environment import folder_of_workspaces
+from nemo_aligner.servers.ports import find_free_port, folder_of_workspaces
 
 SHARED_MEMORY = Path("/dev/shm")
 MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")  # of the control group

@@ -16,7 +16,7 @@ from types import ModuleType
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.doctor import MISSING, OK, WARNING, Finding
 from nemo_aligner.launch import start_up
-from nemo_aligner.servers.triton_environment import check_libpython
+from nemo_aligner.servers.ports import check_libpython
 
 PYTHONS = ((3, 10), (3, 13))  # the first, and the first that is too new; as in setup.py
 GLIBC = (2, 35)  # of the wheels of PyTriton 0.7

@@ -46,8 +46,7 @@ from nemo_aligner.core.errors import (
 )
 from nemo_aligner.core.signals import caught
 from nemo_aligner.servers.admission import Access
-from nemo_aligner.servers.constants import ServerSignal
-from nemo_aligner.servers.control_group import ControlGroup, JobStore, StoreLostError
+from nemo_aligner.servers.control_group import ControlGroup, JobStore, ServerSignal, StoreLostError
 from nemo_aligner.servers.front import DirectHost
 from nemo_aligner.servers.schema import Arrays, Endpoint, Handler
 from nemo_aligner.servers.threads import in_thread, settle

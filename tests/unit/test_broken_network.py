@@ -16,10 +16,9 @@ import pytest
 
 from nemo_aligner.config.server_rules import FRONTENDS
 from nemo_aligner.core.errors import ServerRequestError
-from nemo_aligner.servers import connection as connection_module
-from nemo_aligner.servers import exchange, front
+from nemo_aligner.servers import exchange, front, http_communicator
 from nemo_aligner.servers.admission import Access
-from nemo_aligner.servers.connection import RESTART_REMEDY
+from nemo_aligner.servers.fleet import RESTART_REMEDY
 from nemo_aligner.servers.http_communicator import HTTPCommunicator
 from nemo_aligner.servers.schema import TensorSpec, critic_infer_endpoint, critic_train_endpoint
 from tests.cases import some_of
@@ -62,7 +61,7 @@ def triton(tmp_path):
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     """Silence is noticed in tenths of seconds."""
-    monkeypatch.setattr(connection_module, "RETRY_PAUSES_S", (0.05, 0.05, 0.05))
+    monkeypatch.setattr(http_communicator, "RETRY_PAUSES_S", (0.05, 0.05, 0.05))
     monkeypatch.setattr(exchange, "SILENCE_S", min(patience(0.6), 4.0))
     monkeypatch.setattr(front, "HEARTBEAT_S", 0.1)
 
@@ -97,7 +96,7 @@ class Client:
         self.communicator = HTTPCommunicator(patience(20), patience(inference_timeout_s))
         servers = dict.fromkeys(ENDPOINTS, ("127.0.0.1", port))
         self.communicator.create_http_communicator_from_dict(servers, ENDPOINTS)
-        self.communicator.connections["critic_train"].take_lease()
+        self.communicator.take_lease("critic_train")
 
     def __enter__(self):
         return self
@@ -143,7 +142,7 @@ def test_a_network_that_always_fails_is_one_error_after_a_few_tries(serve, trito
         with pytest.raises(ServerRequestError, match="critic_train .*failed: Conn") as caught:
             client.send("critic_train", **UPDATE)
     assert RESTART_REMEDY in str(caught.value)
-    assert len(triton.handled) == 1 + len(connection_module.RETRY_PAUSES_S)
+    assert len(triton.handled) == 1 + len(http_communicator.RETRY_PAUSES_S)
 
 
 def test_an_update_without_an_id_is_not_sent_again(serve, triton):

@@ -15,14 +15,12 @@ import pytest
 from nemo_aligner.config.server_rules import FRONTENDS, RewardModelSpec
 from nemo_aligner.core.errors import ServerRequestError, UserError
 from nemo_aligner.servers import admission, exchange, http_communicator
-from nemo_aligner.servers import connection as connection_module
 from nemo_aligner.servers import front as front_module
 from nemo_aligner.servers.admission import Access
-from nemo_aligner.servers.connection import LeaseTakenError, ServerConnection
 from nemo_aligner.servers.exchange import Exchange, InferRequest, Peer
 from nemo_aligner.servers.fleet import Fleet
 from nemo_aligner.servers.front import Front
-from nemo_aligner.servers.http_communicator import HTTPCommunicator
+from nemo_aligner.servers.http_communicator import HTTPCommunicator, Lease, LeaseTakenError
 from nemo_aligner.servers.schema import (
     critic_infer_endpoint,
     critic_save_endpoint,
@@ -345,7 +343,7 @@ def test_only_the_holder_of_the_lease_changes_the_server(front, triton):
 
 def test_a_silent_holder_loses_the_lease_to_the_next_one_only(front, monkeypatch):
     assert lease(front, "POST", A) == 200
-    monkeypatch.setattr(connection_module, "LEASE_S", 0.0)
+    monkeypatch.setattr(http_communicator, "LEASE_S", 0.0)
     monkeypatch.setattr(admission, "LEASE_S", 0.0)
     assert save(front, A)[0] == 200  # nobody else has asked
     # The reply is there a moment before the request is no longer worked on.
@@ -354,7 +352,7 @@ def test_a_silent_holder_loses_the_lease_to_the_next_one_only(front, monkeypatch
 
 
 def test_a_holder_whose_request_is_worked_on_keeps_the_lease(front, monkeypatch):
-    monkeypatch.setattr(connection_module, "LEASE_S", 0.0)
+    monkeypatch.setattr(http_communicator, "LEASE_S", 0.0)
     monkeypatch.setattr(admission, "LEASE_S", 0.0)
     assert lease(front, "POST", A) == 200
     with front.admission.leases.working_for(A):
@@ -380,25 +378,23 @@ def test_a_lease_whose_first_request_is_lost_is_asked_for_again(front, monkeypat
         raise ConnectionRefusedError
 
     monkeypatch.setattr(Peer, "ask", flaky)
-    connection = ServerConnection(Peer(*front.address), patience(20), "x")
-    connection.take_lease()
-    assert lost and save(front, connection._lease.id)[0] == 200
-    connection.close()
+    taken = Lease(Peer(*front.address))
+    assert lost and save(front, taken.id)[0] == 200
+    taken.close()
 
 
 def test_a_client_takes_renews_and_gives_back_its_lease(front, monkeypatch):
-    monkeypatch.setattr(connection_module, "RENEWAL_S", 0.05)
-    monkeypatch.setattr(connection_module, "LEASE_S", 3.0)
+    monkeypatch.setattr(http_communicator, "RENEWAL_S", 0.05)
+    monkeypatch.setattr(http_communicator, "LEASE_S", 3.0)
     monkeypatch.setattr(admission, "LEASE_S", 3.0)
-    connections = [ServerConnection(Peer(*front.address), patience(20), "x") for _ in range(2)]
-    first, second = connections
-    first.take_lease()
+    peer = Peer(*front.address)
+    first = Lease(peer)
     time.sleep(3.5)
-    assert save(front, first._lease.id)[0] == 200
+    assert save(front, first.id)[0] == 200
     with pytest.raises(LeaseTakenError, match="another actor holds the lease"):
-        second.take_lease()
+        Lease(peer)
     first.close()
-    second.take_lease()
-    assert save(front, second._lease.id)[0] == 200
+    second = Lease(peer)
+    assert save(front, second.id)[0] == 200
     second.close()
     assert lease(front, "POST", A) == 200

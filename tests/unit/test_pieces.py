@@ -1,17 +1,16 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Train requests in pieces (servers/requests.py): how a client cuts them, and how the server puts
+"""Train requests in pieces (servers/scoring.py): how a client cuts them, and how the server puts
 them together.
 """
 
 import numpy as np
 import pytest
 
-from nemo_aligner.servers import exchange, requests, schema, served_model
-from nemo_aligner.servers.requests import PieceStore
+from nemo_aligner.servers import exchange, schema, scoring, served_model
 from nemo_aligner.servers.schema import RequestError
+from nemo_aligner.servers.scoring import PieceStore
 from nemo_aligner.servers.served_model import ServedModel, fit_requests, piece_rows
-from tests.patience import patience, wait_until
 from tests.unit.test_served_model import sent as received
 
 TRAIN = schema.critic_train_endpoint()
@@ -107,18 +106,10 @@ def test_a_piece_that_does_not_continue_the_request_drops_it(second, words):
 
 def test_more_than_the_machine_can_hold_is_refused(monkeypatch):
     memory = type("Memory", (), {"available": 1000})
-    monkeypatch.setattr(requests.psutil, "virtual_memory", lambda: memory)
+    monkeypatch.setattr(scoring.psutil, "virtual_memory", lambda: memory)
     store = PieceStore()
     with pytest.raises(RequestError, match="10 rows, .* GiB left. Use smaller rollouts"):
         store.add("abc", 0, ROWS, {"tokens": np.zeros((1, 100))})
-
-
-def test_pieces_of_a_client_that_is_gone_are_dropped():
-    store = PieceStore(timeout_s=0.2)
-    store.add("abc", 0, ROWS, part(0, 3))
-    wait_until(lambda: not store._arrays, patience(5), lambda: "pieces are kept")
-    with pytest.raises(RequestError, match="its first rows have not come, or were dropped since"):
-        store.add("abc", 3, ROWS, part(3, 6))
 
 
 def test_after_a_request_was_given_up_its_next_piece_is_not_sent():

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from nemo_aligner.parallel import parallel_state
-from nemo_aligner.servers import requests
+from nemo_aligner.servers import scoring
 from nemo_aligner.servers.admission import is_large
 from nemo_aligner.servers.scoring import Scorer, Turns
 from nemo_aligner.training.micro_batches import plan_micro_batches
@@ -28,7 +28,7 @@ def test_slices_have_the_micro_batches_of_the_whole(shares):
     generator = np.random.default_rng(shares)
     for count in (1, 2, 5, 8):
         lengths = generator.integers(1, 9, 4 * count * shares)
-        cut = requests.cut_rows(lengths, shares, 8, by_length=True)
+        cut = scoring.cut_rows(lengths, shares, 8, by_length=True)
         assert len(cut) == -(-count // 2)
         for share in range(shares):
             own = list(range(share * 4 * count, (share + 1) * 4 * count))
@@ -40,18 +40,18 @@ def test_slices_have_the_micro_batches_of_the_whole(shares):
 
 
 def test_samples_of_a_function_stay_in_order():
-    cut = requests.cut_rows(np.array([1, 9, 1, 9, 1, 9]), 2, 2, by_length=False)
+    cut = scoring.cut_rows(np.array([1, 9, 1, 9, 1, 9]), 2, 2, by_length=False)
     assert [rows.tolist() for rows in cut] == [[0, 1, 3, 4], [2, 5]]
-    cut = requests.cut_rows(np.array([1, 9, 5]), 1, 3, by_length=True)
+    cut = scoring.cut_rows(np.array([1, 9, 5]), 1, 3, by_length=True)
     assert [rows.tolist() for rows in cut] == [[0, 1, 2]]  # one slice is the request itself
 
 
 def test_slices_are_whole_micro_batches_of_all_stages():
-    assert requests.slice_size(64, 4, 1) == 256
-    assert requests.slice_size(4096, 4, 1) == 4
-    assert requests.slice_size(10**6, 4, 1) == 4
-    assert requests.slice_size(4096, 4, 4) == 16 * 4
-    assert requests.slice_size(200, 4, 3) == 21 * 4
+    assert scoring.slice_size(64, 4, 1) == 256
+    assert scoring.slice_size(4096, 4, 1) == 4
+    assert scoring.slice_size(10**6, 4, 1) == 4
+    assert scoring.slice_size(4096, 4, 4) == 16 * 4
+    assert scoring.slice_size(200, 4, 3) == 21 * 4
 
 
 def test_large_requests():
@@ -109,7 +109,7 @@ class Loop:
 
 @pytest.mark.parametrize("slice_rows", [None, 3])
 def test_the_passes_of_all_slices_make_the_scores(monkeypatch, slice_rows):
-    monkeypatch.setattr(requests, "SLICE_TOKENS", 12)
+    monkeypatch.setattr(scoring, "SLICE_TOKENS", 12)
     assert not parallel_state.is_initialized()
 
     def values(tokens, lengths, _prompt_lengths):
