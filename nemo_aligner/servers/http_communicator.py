@@ -67,12 +67,11 @@ class ServerConnection(Fleet):
         super().__init__(*args, **options)  # type: ignore[arg-type]
 
     def _exchange(self, server: fleet.Server) -> Exchange:
-        served, lease = server.served, self._lease()
-        is_ours = served is not None and served.instance is not None
-        headers = {INSTANCE_HEADER: served.instance} if is_ours else {}
+        instance, lease = server.served and server.served.instance, self._lease()
+        headers = {} if instance is None else {INSTANCE_HEADER: instance}
         if lease is not None and lease.id is not None:
             headers[LEASE_HEADER] = lease.id
-        return Exchange(server.peer, headers, heartbeat=is_ours)
+        return Exchange(server.peer, headers, heartbeat=instance is not None)
 
     def _run(self, exchange: Exchange, part: InferRequest, limit_s: float) -> Arrays:
         served = self.servers[0].served

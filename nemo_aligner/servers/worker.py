@@ -69,9 +69,10 @@ class LoadError(Exception):
 
 def main() -> None:
     del sys.path[0]  # where Python put this script's folder
+    path, kind, name = sys.argv[1:4]
     job, requests_fd, replies_fd = map(int, sys.argv[4:7])
     keep(job, (requests_fd, replies_fd))
-    work(*sys.argv[1:4], requests_fd, replies_fd)
+    work(path, kind, name, requests_fd, replies_fd)
 
 
 # ---- the worker ----
@@ -356,11 +357,11 @@ def keep(job: int, passed: tuple[int, int]) -> None:
     end_like(status)
 
 
-def begin(keeper: int, outputs: "list[Output]", others: tuple[int, int]) -> None:
+def begin(keeper: int, outputs: "list[Output]", others: tuple[int, ...]) -> None:
     """Make this child of the keeper the worker, in a session of its own."""
     signal.set_wakeup_fd(-1)
-    for number in (signal.SIGTERM, signal.SIGCHLD):
-        signal.signal(number, signal.SIG_DFL)
+    for caught in (signal.SIGTERM, signal.SIGCHLD):
+        signal.signal(caught, signal.SIG_DFL)
     os.setsid()
     if sys.platform == "linux":  # the kernel kills it when the keeper ends, for whatever reason
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
