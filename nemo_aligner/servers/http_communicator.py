@@ -67,7 +67,8 @@ class ServerConnection(Fleet):
         super().__init__(*args, **options)  # type: ignore[arg-type]
 
     def _exchange(self, server: fleet.Server) -> Exchange:
-        instance, lease = server.served and server.served.instance, self._lease()
+        instance = None if server.served is None else server.served.instance
+        lease = self._lease()
         headers = {} if instance is None else {INSTANCE_HEADER: instance}
         if lease is not None and lease.id is not None:
             headers[LEASE_HEADER] = lease.id
