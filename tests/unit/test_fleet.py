@@ -98,7 +98,7 @@ class Running:
         return [self.rewards([self.send(value)])[0] for value in values]
 
     def wait_for(self, condition):
-        wait_until(condition, 10)
+        wait_until(condition, 30)
 
 
 @contextlib.contextmanager
