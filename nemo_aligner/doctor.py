@@ -27,7 +27,8 @@ from types import ModuleType
 
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.launch import start_up
-from nemo_aligner.servers.ports import check_libpython, find_free_port, folder_of_workspaces
+from nemo_aligner.servers.ports import find_free_port
+from nemo_aligner.servers.triton_environment import check_libpython, folder_of_workspaces
 
 OK, WARNING, MISSING = "ok", "warning", "missing"
 PYTHONS = ((3, 10), (3, 13))  # the first, and the first that is too new; as in setup.py

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Fronts of a server: alone, and with a scripted Triton behind it."""
+"""Triton as a script behind the front of a server."""
 
 import json
 import socketserver
@@ -9,14 +9,6 @@ from http.server import BaseHTTPRequestHandler
 
 from nemo_aligner.servers.front import REQUEST_PARAMETER, Front
 from nemo_aligner.servers.ports import find_free_port
-
-
-def open_front(endpoints, access, port=0, socket_path=None, tls=None):
-    """A front that serves `endpoints`, each with its function, until `close`."""
-    address = "127.0.0.1", port or find_free_port()
-    front = Front(*address, endpoints, access, socket_path, tls)
-    front.open()
-    return front
 
 
 class ScriptedTriton(socketserver.ThreadingUnixStreamServer):
@@ -41,7 +33,9 @@ class ScriptedTriton(socketserver.ThreadingUnixStreamServer):
         self.front.hand_over(name)
 
     def open_front(self, handlers, access, port=0):
-        self.front = open_front(handlers, access, port, self.server_address)
+        address = "127.0.0.1", port or find_free_port()
+        self.front = Front(*address, self.server_address, handlers, access)
+        self.front.open()
         return self.front
 
 

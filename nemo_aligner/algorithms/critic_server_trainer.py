@@ -37,15 +37,15 @@ from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.device import get_device
 from nemo_aligner.servers import schema
 from nemo_aligner.servers.admission import Access
-from nemo_aligner.servers.control_group import ControlGroup, ServerSignal
-from nemo_aligner.servers.schema import Array, Arrays, read_request_id, validate_training_inputs
+from nemo_aligner.servers.constants import ServerSignal
+from nemo_aligner.servers.control_group import ControlGroup
+from nemo_aligner.servers.requests import PieceStore, pad_rows
+from nemo_aligner.servers.schema import Array, Arrays
 from nemo_aligner.servers.scoring import (
     Inputs,
-    PieceStore,
     Scorer,
     batcher_options,
     model_limits,
-    pad_rows,
     share_of_rank,
 )
 from nemo_aligner.servers.server_loop import (
@@ -55,6 +55,7 @@ from nemo_aligner.servers.server_loop import (
     ServerLoop,
     ServerStoppingError,
 )
+from nemo_aligner.servers.validation import read_request_id, validate_training_inputs
 from nemo_aligner.training.finite import naming_step
 from nemo_aligner.training.optim import train_on_batch
 from nemo_aligner.training.timers import logged_phase

@@ -17,7 +17,7 @@ from nemo_aligner.config.access import server_token
 from nemo_aligner.config.server_rules import read_frontend
 from nemo_aligner.servers import schema
 from nemo_aligner.servers.admission import Access
-from nemo_aligner.servers.control_group import ServerSignal
+from nemo_aligner.servers.constants import ServerSignal
 from nemo_aligner.servers.schema import Array, Arrays, RequestError
 from nemo_aligner.servers.scoring import Scorer, batcher_options
 from nemo_aligner.servers.server_loop import Frontend, ServerLoop

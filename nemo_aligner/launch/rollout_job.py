@@ -312,7 +312,8 @@ def check_names(function: "RewardFunction", record: Mapping[str, Any]) -> None:
 def _agents(
     cfg: DictConfig, kind: str, remote: str, policy: Any, records: PromptColumns, place: int
 ) -> "AgentEnvironment":
-    from nemo_aligner.servers.agents import AgentDoor, AgentEnvironment
+    from nemo_aligner.servers.agent_door import AgentDoor
+    from nemo_aligner.servers.agents import AgentEnvironment
 
     options, section = cfg.model[kind].environment, f"model.{kind}.environment"
     form, first = chat_form(cfg.model.data, policy.tokenizer), records.record(0)
@@ -346,8 +347,9 @@ def _agents(
 def _function(
     options: DictConfig, section: str, policy: Any, init_timeout_s: float
 ) -> "RewardFunction":
+    from nemo_aligner.servers.judge import JudgeWorker
     from nemo_aligner.servers.reward_function import RewardFunction
-    from nemo_aligner.servers.web import JudgeWorker, RewardServers
+    from nemo_aligner.servers.web import RewardServers
 
     servers = read_web_rewards(plain_dict(options, resolve=True), section)
     kind = JudgeWorker if isinstance(servers, JudgeSpec) else None

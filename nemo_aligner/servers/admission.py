@@ -1,6 +1,6 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Who and what may enter a server: the rules of every front (front.py).
+"""Who and what may enter a server: the rules that both fronts apply (front.py, asgi_host.py).
 
 What may pass: a GET to the general paths and those of a served endpoint; a POST to a served
 endpoint, in one body of known and limited size with readable JSON, with the server's token if it
@@ -42,8 +42,6 @@ from nemo_aligner.servers.kserve import (
     Buffer,
     decode_request,
     encode_reply,
-    model_config,
-    model_metadata,
     rows_of,
     wanted_outputs,
 )
@@ -125,18 +123,6 @@ class Admission:
         elif (problem := self.leases.renew(header(LEASE_HEADER))) is not None:
             raise RefusedError(409, problem)
         return None
-
-    def describe(self, request: Admitted) -> bytes:
-        """The body of the reply to a GET, in Triton's form."""
-        if request.what in ("live", "ready"):
-            return b""
-        if request.endpoint is None:
-            extensions = ["binary_tensor_data", "model_configuration"]
-            about: Any = {"name": "nemo_aligner", "version": "", "extensions": extensions}
-        else:
-            describe = model_config if request.what == "config" else model_metadata
-            about = describe(self.endpoints[request.endpoint])
-        return json.dumps(about).encode()
 
     def complete(self, headers: dict[str, str], body: bytes) -> dict[str, str]:
         """The headers of a reply, of which `headers` are its own."""

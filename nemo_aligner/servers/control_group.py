@@ -9,7 +9,6 @@ import functools
 import queue
 from collections.abc import Callable
 from concurrent.futures import Future
-from enum import IntEnum
 from typing import Any
 
 import numpy as np
@@ -17,25 +16,9 @@ import torch
 import torch.distributed as dist
 
 from nemo_aligner.parallel.collectives import gathered
+from nemo_aligner.servers.constants import ServerSignal
 from nemo_aligner.servers.schema import Arrays
 from nemo_aligner.servers.threads import in_thread
-
-
-class ServerSignal(IntEnum):
-    """What every rank of a server job does next. 0 is never used: it stands for no signal."""
-
-    FORWARD = 1
-    TRAIN = 2
-    INVALID = 3
-    SAVE = 4
-    # Nothing to do: keeps idle ranks out of collective time-outs, and shows that all are alive.
-    HEARTBEAT = 5
-    RESUME = 6  # go back to the checkpoint of an actor step
-    STOP = 7  # leave the loop; the job ends
-
-    def cuda(self) -> torch.Tensor:
-        """Return this signal as a one-element int64 tensor on the current CUDA device."""
-        return torch.tensor([self], dtype=torch.int64, device=torch.cuda.current_device())
 
 
 class ControlGroup:

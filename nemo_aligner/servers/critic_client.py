@@ -23,10 +23,7 @@ from nemo_aligner.checkpoint.folders import mismatch_remedy, step_to_resume
 from nemo_aligner.config.server_rules import check_source_of_rewards
 from nemo_aligner.core.errors import ServerRequestError, UserError
 from nemo_aligner.core.types import PPOTrainBatch, Rollout, Scores
-from nemo_aligner.parallel import parallel_state
-from nemo_aligner.parallel.collectives import gathered, rebalance_nd_tensor
 from nemo_aligner.servers import schema
-from nemo_aligner.servers.fleet import ServerUnreachableError
 from nemo_aligner.servers.futures import (
     Awaitable,
     FutureScores,
@@ -35,9 +32,12 @@ from nemo_aligner.servers.futures import (
     get_future_result,
     try_on_source,
 )
-from nemo_aligner.servers.schema import Arrays, validate_outcome, validate_reply
+from nemo_aligner.servers.http_communicator import ServerUnreachableError
+from nemo_aligner.servers.payloads import training_payload, used_values
+from nemo_aligner.servers.schema import Arrays
 from nemo_aligner.servers.scoring_clients import RemoteClient, RewardModels, ScoreSource
 from nemo_aligner.servers.served_model import ADDITIONS, ServerMismatchError
+from nemo_aligner.servers.validation import validate_outcome, validate_reply
 
 # In place of a reply, on rank 0: of a server without `critic_status`, and of a lease.
 _NO_STATUS = PendingReply({}, by_name=True)
@@ -83,49 +83,6 @@ class RMCriticFutureResult(FutureScores):
         values = values[:, : self.og_seq_length - 1]
         values = torch.nn.functional.pad(values, (0, self.og_seq_length - 1 - values.shape[1]))
         return dataclasses.replace(scores, values=values)
-
-
-def used_values(rollout_batch: Rollout, columns: int) -> np.ndarray:
-    """Return bool [b, columns]: True where the critic's value of a response token is needed."""
-    lengths = rollout_batch["response_lengths"].cpu()
-    prompts = rollout_batch.get("prompt_lengths", torch.ones_like(lengths)).cpu()
-    column = torch.arange(columns)
-    return ((column >= prompts[:, None] - 1) & (column < lengths[:, None] - 1)).numpy()
-
-
-def training_payload(batch: PPOTrainBatch) -> Arrays | None:
-    """Return the arrays of a train request for all data-parallel ranks on global rank 0, which
-    share no memory with `batch`. Every rank calls it; ranks above 0 get None. Columns after the
-    last response token of all samples are not sent.
-
-    `batch`: this rank's `response_tokens` int64 [b, S]; `returns`, `values` (of the rollout) and
-    `mask` [b, S-1]; optionally `sample_order` int64 [b], each sample's place among those of all
-    ranks (else they go in rank order).
-    """
-    if parallel_state.get_data_parallel_src_rank() != 0:
-        return None  # a model-parallel peer of a rank that sends the same samples
-    group = parallel_state.get_data_parallel_group()
-    several = parallel_state.get_data_parallel_world_size() > 1
-    mask = batch["mask"]
-    used = mask.bool().any(dim=0).nonzero()
-    own = int(used.max()) + 2 if len(used) else 2
-    width = max(gathered(own, group)) if several else own
-    samples = {
-        "tokens": batch["response_tokens"][:, :width].long(),
-        "returns": batch["returns"][:, : width - 1].float(),
-        "prev_values": batch["values"][:, : width - 1].float(),
-        "mask": mask[:, : width - 1].float(),
-    }
-    if "sample_order" in batch:
-        samples["order"] = batch["sample_order"]
-    if several:
-        samples = {name: rebalance_nd_tensor(each, group) for name, each in samples.items()}
-    if parallel_state.get_rank() != 0:
-        return None
-    # The critic cuts its global batches from these samples: their order must not depend on the
-    # number of actor ranks. Copied: the batch is the caller's, and sending goes on.
-    order = samples.pop("order", torch.arange(len(samples["mask"]))).cpu().argsort()
-    return {name: tensor.cpu()[order].numpy() for name, tensor in samples.items()}
 
 
 class TrainFuture(RankZeroFuture[float]):
@@ -192,7 +149,7 @@ class RemoteGPTRMCriticClient(RemoteClient):
         servers = dict.fromkeys(endpoints, (self.cfg.critic.ip, self.cfg.critic.port))
 
         def take_lease() -> Awaitable:
-            self.communicator.take_lease(self.train_name)
+            self.communicator.connections[self.train_name].take_lease()
             return _NO_STATUS
 
         try:
@@ -252,7 +209,7 @@ class RemoteGPTRMCriticClient(RemoteClient):
 
         def ask() -> Awaitable:
             # What `critic_save` lists says for certain which kind of server it is.
-            if not self.communicator.lists(self.save_name, "actor_step"):
+            if not self.communicator.served[self.save_name].lists("actor_step"):
                 return _NO_STATUS
             data = {"dummy_var": np.zeros(1, dtype=np.int64)}
             return self._send_to_added(self.status_name, schema.critic_status_endpoint(), data)

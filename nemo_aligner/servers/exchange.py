@@ -150,7 +150,7 @@ class InferRequest:
     def __init__(self, endpoint: str, data: Mapping[str, np.ndarray]):
         head, buffers = encode_request(data)
         size = len(head) + sum(map(len, buffers))
-        self.endpoint, self.names = endpoint, data.keys()
+        self.endpoint = endpoint
         self.path = f"/v2/models/{endpoint}/infer"
         self.body: list[Buffer] = [head]
         for buffer in buffers:
@@ -178,7 +178,7 @@ class Exchange:
             self._headers[HEARTBEAT_HEADER] = "1"
         self._heartbeat = heartbeat
         self._connection = peer.connection(CONNECT_TIMEOUT_S)
-        self.aborted = self._timed_out = False
+        self._aborted = self._timed_out = False
 
     def run(self, request: InferRequest, timeout_s: float) -> Arrays:
         """Send the request and return the arrays of the reply. `ServerRequestError`: the server's
@@ -190,7 +190,7 @@ class Exchange:
         limit = threading.Timer(timeout_s, self._time_out)
         limit.daemon = True
         try:
-            if self.aborted:  # between two parts of a request
+            if self._aborted:  # between two parts of a request
                 raise ConnectionAbortedError("the request was given up")
             self._connection.connect()
             connected = True
@@ -228,7 +228,7 @@ class Exchange:
 
     def abort(self) -> None:
         """Make `run` raise ConnectionLostError, now if it waits for the reply, and from now on."""
-        self.aborted = True
+        self._aborted = True
         self._break()
 
     def _time_out(self) -> None:

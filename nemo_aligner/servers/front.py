@@ -1,13 +1,13 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The door of a server: lets in what may enter (admission.py), and has it worked on.
+"""The door of a server behind which is Triton: passes what may enter (admission.py) on to it.
 
-Without Triton (`DirectHost`) a thread of the endpoint works on a request at once. Triton listens
-on a Unix socket that only this user can open (triton_host.py). A request's tensors stay in this
-process, where the functions run that reply: Triton gets the request under a name
-(REQUEST_PARAMETER), with zeros in place of the tensors, and hands it over when its turn has come
-(`Front.hand_over`). Through Triton its bytes would be copied five times, and a small request would
-wait for a large one.
+Triton itself listens on a Unix socket that only this user can open (socket_triton.py).
+
+A request's tensors stay in this process, where the functions run that reply: Triton gets the
+request under a name (REQUEST_PARAMETER), with zeros in place of the tensors, and hands it over
+when its turn has come (`Front.hand_over`); then a thread of its endpoint works on it. Through
+Triton its bytes would be copied five times, and a small request would wait for a large one.
 """
 
 import concurrent.futures
@@ -17,7 +17,6 @@ import http.client
 import select
 import socket
 import socketserver
-import ssl
 import sys
 import threading
 import time
@@ -36,7 +35,6 @@ from nemo_aligner.servers.admission import (
     BODY_S,
     FIRST_REQUEST_S,
     HEAD_SIZE_HEADER,
-    JSON,
     MOST_CONNECTIONS,
     NEXT_REQUEST_S,
     SHUTTING_DOWN,
@@ -60,7 +58,6 @@ from nemo_aligner.servers.schema import MOST_ROWS, Endpoint, Handler
 from nemo_aligner.servers.threads import in_thread
 
 PART_BYTES = 2**20
-LAST_REPLIES_S = 2.0  # for them, when the server ends
 REQUEST_PARAMETER = "nemo_aligner_request"  # holds the name of a request
 
 
@@ -97,7 +94,7 @@ class HttpServer(socketserver.ThreadingTCPServer):
         self.address, self._key = address, key
         self._free = threading.BoundedSemaphore(MOST_CONNECTIONS)
         super().__init__(address, handler, bind_and_activate=False)
-        self._thread: threading.Thread | None = None  # while it is open
+        self._is_open = False
         self._take_port(self.server_bind)
 
     def _take_port(self, step: Callable[[], None]) -> None:
@@ -109,16 +106,14 @@ class HttpServer(socketserver.ThreadingTCPServer):
 
     def open(self) -> None:
         self._take_port(self.server_activate)
-        self._thread = in_thread("http server", self.serve_forever, 0.1)
+        in_thread("http server", self.serve_forever, 0.1)
+        self._is_open = True
 
     def close(self) -> None:
         """Let no more connections in. Those that are open stay, for the replies."""
-        if self._thread is not None:
+        if self._is_open:
             self.shutdown()
         self.server_close()
-
-    def is_open(self) -> bool:
-        return self._thread is not None and self._thread.is_alive()
 
     def verify_request(self, request: object, client_address: object) -> bool:
         return self._free.acquire(blocking=False)
@@ -137,21 +132,18 @@ class HttpServer(socketserver.ThreadingTCPServer):
 
 
 class Front(HttpServer):
-    """The door of a server. `socket_path`: of Triton's Unix socket; None: there is no Triton.
-    `tls`: of a server that encrypts.
-    """
+    """The door of a server. `socket_path`: of Triton's Unix socket."""
 
     def __init__(
         self,
         host: str,
         port: int,
+        socket_path: str,
         endpoints: Sequence[tuple[Endpoint, Handler]],
         access: Access,
-        socket_path: str | None = None,
-        tls: ssl.SSLContext | None = None,
     ):
         super().__init__((host, port), _Handler)
-        self.socket_path, self._tls = socket_path, tls
+        self.socket_path = socket_path
         self.admission = Admission(endpoints, access)
         self._passing: dict[object, Passing] = {}
         self._idle = threading.Condition()
@@ -160,21 +152,13 @@ class Front(HttpServer):
         super().close()
         self.admission.replies.close()
 
-    def get_request(self) -> tuple[socket.socket, Any]:
-        connection, address = super().get_request()
-        if self._tls is not None:  # its thread shakes hands when it reads
-            connection = self._tls.wrap_socket(
-                connection, server_side=True, do_handshake_on_connect=False
-            )
-        return connection, address
-
     def wait_for_replies(self, timeout_s: float) -> None:
         with self._idle:
             self._idle.wait_for(lambda: not self._passing, timeout_s)
 
     @contextlib.contextmanager
     def passing(self, name: str, request: Passing) -> Iterator[None]:
-        """Keep a request under a name; at the end, unless begun, drop it."""
+        """Keep a request, which Triton gets under this name; at the end, unless begun, drop it."""
         with self._idle:
             self._passing[name] = request
         try:
@@ -187,7 +171,7 @@ class Front(HttpServer):
                 self._idle.notify_all()
 
     def hand_over(self, name: object) -> None:
-        """Have the request of this name worked on; returns at once."""
+        """Have the request that Triton got under this name worked on; returns at once."""
         with self._idle:
             request = self._passing.get(name)
             if request is not None and request.reply is None:  # else nobody waits for it any more
@@ -246,8 +230,6 @@ class _Handler(HttpHandler):
                 tensors = self._read(request.length - request.head_size)
                 with admission.leases.working_for(self.headers.get(LEASE_HEADER)):
                     self._infer(request, head, tensors)
-            elif self.server.socket_path is None:
-                self._send(200, {"Content-Type": JSON}, admission.describe(request))
             else:
                 with self._asking_triton(self.command, self.path) as response:
                     self._pass_on(response)
@@ -269,7 +251,6 @@ class _Handler(HttpHandler):
         self, method: str, path: str, body: bytes | None = None, head_size: int | None = None
     ) -> Iterator[http.client.HTTPResponse]:
         """Send a request to Triton; gives its reply. `RefusedError`: it is down."""
-        assert self.server.socket_path is not None
         connection = SocketConnection(self.server.socket_path, None)
         headers = {} if head_size is None else {HEAD_SIZE_HEADER: str(head_size)}
         with contextlib.closing(connection):
@@ -292,25 +273,19 @@ class _Handler(HttpHandler):
         endpoint, name = self.server.admission.endpoints[request.endpoint], uuid.uuid4().hex
         submit = self.server.admission.replies.submit
         passing = Passing(functools.partial(submit, endpoint.name, head, tensors, request.length))
+        # What else it says is refused when its tensors are read.
+        rows = min(max(rows_of(head), 1), MOST_ROWS)
+        zeros_head, zeros = encode_request(endpoint.empty_request(rows), {REQUEST_PARAMETER: name})
+        body = b"".join([zeros_head, *zeros])
         with self.server.passing(name, passing):
-            if self.server.socket_path is None:
-                self.server.hand_over(name)
-                refusal = None
-            else:
-                refusal = self._pass_to_triton(endpoint, name, rows_of(head))
+            with self._asking_triton("POST", self.path, body, len(zeros_head)) as response:
+                said = self._read_error(response) if response.status != 200 else None
             if passing.reply is not None:
                 self._send(*self._wait_for(passing.reply))
+            elif said is not None:
+                self.send_refusal(response.status, said)
             else:
-                why = f"Triton has not handed over a request to {endpoint.name}"
-                self.send_refusal(*(refusal or (500, why)))
-
-    def _pass_to_triton(self, endpoint: Endpoint, name: str, rows: int) -> tuple[int, str] | None:
-        """Have Triton hand over a request; returns status and error if it replies with one."""
-        # What else the request says is refused when its tensors are read.
-        rows = min(max(rows, 1), MOST_ROWS)
-        head, zeros = encode_request(endpoint.empty_request(rows), {REQUEST_PARAMETER: name})
-        with self._asking_triton("POST", self.path, b"".join([head, *zeros]), len(head)) as reply:
-            return None if reply.status == 200 else (reply.status, self._read_error(reply))
+                self.send_refusal(500, f"Triton has not handed over a request to {endpoint.name}")
 
     def _wait_for(self, reply: "concurrent.futures.Future[Reply]") -> Reply:
         while True:
@@ -347,41 +322,3 @@ class _Handler(HttpHandler):
 
     def send_refusal(self, status: int, line: str) -> None:
         self._send(*error_reply(status, line))
-
-
-class DirectHost:
-    """A server job without Triton: it needs no other process and no shared memory, and it can
-    encrypt. The functions of its endpoints run in rank 0.
-    """
-
-    name = "HTTP server"
-
-    def __init__(
-        self,
-        host: str,
-        port: int,
-        endpoints: Sequence[tuple[Endpoint, Handler]],
-        access: Access,
-        tls: ssl.SSLContext | None = None,
-    ):
-        self.host, self.port = host, port
-        self._make = functools.partial(Front, host, port, endpoints, access, tls=tls)
-        self.front: Front | None = None
-
-    def start(self, should_stop: Callable[[], bool]) -> None:
-        """See `Host.start`. `UserError`: the port is taken."""
-        self.front = self._make()
-        self.front.open()
-
-    def failure(self) -> str | None:
-        runs = self.front is not None and self.front.is_open()
-        return None if runs else "the HTTP server ended by itself"
-
-    def stop(self) -> None:
-        """Close the port, then send the last replies. A second call does nothing."""
-        if self.front is not None:
-            self.front.close()
-            self.front.wait_for_replies(LAST_REPLIES_S)
-
-    def kill(self) -> None:
-        """End nothing: there is nothing outside this process."""

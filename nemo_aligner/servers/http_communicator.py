@@ -1,140 +1,47 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Clients of named servers that have a state, such as the critic's endpoints.
+"""Clients of named servers: they wait for the servers, check requests and send them."""
 
-A critic that was restarted has the weights of its last checkpoint, and how much of a train request
-it had applied is unknown: so each request goes to one start of one server only, and the remedy is
-to resume both jobs. (For reward models see fleet.py.)
-
-* A request whose connection breaks or is silent, or whose reply is cut short, is sent again after
-  each of RETRY_PAUSES_S: the server does nothing twice (an update has its `request_id`). A server
-  that is not of this package cannot promise that: there the request fails at once.
-* So it does if the connection is refused, or if Triton says that it lost the process behind it.
-* After MAX_MISSED_PROBES unanswered probes all requests in flight fail. Of a server that answers
-  probes but not the request, only `inference_timeout_s` ends it.
-"""
-
-import concurrent.futures
 import functools
-import http.client
-import math
 import ssl
-import threading
 import time
-import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 from nemo.utils import logging
 
-from nemo_aligner.config.server_rules import RewardModelSpec
-from nemo_aligner.core.errors import LostPeerError, ServerRequestError, UserError
-from nemo_aligner.servers import fleet
-from nemo_aligner.servers.exchange import (
-    INSTANCE_HEADER,
-    LEASE_HEADER,
-    LEASE_PATH,
-    LEASE_S,
-    ConnectionLostError,
-    Exchange,
-    InferRequest,
-    NoReplyInTimeError,
-    NotServingError,
-    Peer,
-    UntrustedServerError,
-    error_text,
-    type_and_message,
-)
-from nemo_aligner.servers.fleet import RESTART_REMEDY, Fleet
+from nemo_aligner.core.errors import UserError
+from nemo_aligner.servers.connection import ServerConnection
+from nemo_aligner.servers.exchange import Peer
 from nemo_aligner.servers.futures import PendingReply, SentRequest
 from nemo_aligner.servers.schema import Arrays, Endpoint
-from nemo_aligner.servers.threads import in_thread, settle
+from nemo_aligner.servers.served_model import (
+    DescriptionError,
+    ModelProbe,
+    ServedModel,
+    ServerMismatchError,
+)
+from nemo_aligner.servers.validation import validate_request
 
-RENEWAL_S = 5.0
-RETRY_PAUSES_S = (0.2, 1.0, 3.0, 10.0)
+PROGRESS_INTERVAL_S = 5.0  # between two lines while a server is waited for
 
 
-class ServerConnection(Fleet):
-    """One endpoint of a server with a state. Arguments as of `Fleet`; `lease`: gives the one that
-    requests name.
-    """
+class ServerUnreachableError(UserError):
+    """No server replies at the configured address."""
 
-    PATIENCE = 2  # a wrong verdict ends the job
 
-    def __init__(self, *args: object, lease: "Callable[[], Lease | None]", **options: object):
-        self._lease = lease
-        super().__init__(*args, **options)  # type: ignore[arg-type]
-
-    def _exchange(self, server: fleet.Server) -> Exchange:
-        instance = None if server.served is None else server.served.instance
-        lease = self._lease()
-        headers = {} if instance is None else {INSTANCE_HEADER: instance}
-        if lease is not None and lease.id is not None:
-            headers[LEASE_HEADER] = lease.id
-        return Exchange(server.peer, headers, heartbeat=instance is not None)
-
-    def _run(self, exchange: Exchange, part: InferRequest, limit_s: float) -> Arrays:
-        served = self.servers[0].served
-        is_ours = served is not None and served.instance is not None
-        is_once = served is not None and served.lists("request_id")
-        may_repeat = is_ours and (not is_once or "request_id" in part.names)
-        for pause in RETRY_PAUSES_S if may_repeat else ():
-            try:
-                return exchange.run(part, limit_s)
-            except ConnectionLostError as error:
-                if isinstance(error.__cause__, ConnectionRefusedError) or exchange.aborted:
-                    raise
-                logging.warning(f"{part.endpoint}: {error}. Sending it again.")
-            time.sleep(pause)
-        return exchange.run(part, limit_s)
-
-    def _explain(self, error: Exception) -> Exception:
-        """What went wrong, and the remedy where the server has ended."""
-        server, key = self.servers[0], f"{self.section}.inference_timeout_s"
-        try:
-            is_alive = server.peer.status("/v2/health/live", self.probe_timeout_s) == 200
-        except UntrustedServerError:
-            is_alive = False
-        request = f"request to {self.title} at {server}"
-        if isinstance(error, NoReplyInTimeError) and is_alive:
-            why = f"got {error} ({key}), although the server is up. Raise {key} if the server"
-            return LostPeerError(
-                f"{request} {why} needs longer, else look into its log: it hangs."
-            )
-        why = f"{request} failed: {type_and_message(error)}"
-        if not is_alive:
-            return LostPeerError(f"{why}. The server is gone. {RESTART_REMEDY}")
-        if isinstance(error, ConnectionLostError | NotServingError):
-            return LostPeerError(f"{why}. {RESTART_REMEDY}")
-        return ServerRequestError(why)
-
-    # ---- callers hold the lock ----
-
-    def _settle(
-        self, request: fleet.Request, server: fleet.Server, outcome: Arrays | Exception
-    ) -> None:
-        settle(request.future, outcome)
-
-    def _pause_s(self, server: fleet.Server) -> float:
-        interval_s = self.PATIENCE * fleet.PROBE_INTERVAL_S
-        return interval_s if server.available else fleet.RETRY_INTERVAL_S
-
-    def _note_probe(self, server: fleet.Server, status: int | None, problem: str) -> None:
-        if not server.in_flight:
-            server.missed = 0
-        super()._note_probe(server, status, problem)
-
-    def _leave_out(self, server: fleet.Server, why: str) -> None:
-        """Do nothing: a request says what is wrong."""
-        server.state = why
-
-    def _give_up(self, server: fleet.Server, problem: str) -> None:
-        why = f"failed: the server no longer replies ({server.missed} probes in a row)."
-        for request in self._take_back(server):
-            text = f"request to {self.title} at {server} {why} {RESTART_REMEDY}"
-            settle(request.future, LostPeerError(text))
-        server.missed = 0
+def unreachable(
+    name: str, states: Mapping[str, str], waited_s: float, setting: str
+) -> ServerUnreachableError:
+    """The error when `setting` names servers, here with their states, none of which replies."""
+    where = "; ".join(f"{address}: {state}" for address, state in states.items())
+    key = f"{setting.partition('.')[0]}.init_timeout_s"
+    return ServerUnreachableError(
+        f"server '{name}' is not reachable at {', '.join(states)} after {waited_s:.0f} s "
+        f"({where}). Start the server job first and check host, port and name in {setting} "
+        f"(name={name}); raise {key} if it only needs longer to load."
+    )
 
 
 class _of_class_or_instance:
@@ -160,9 +67,11 @@ class HTTPCommunicator:
     tls: ssl.SSLContext | None = None
 
     def __post_init__(self) -> None:
-        self.connections: dict[str, ServerConnection] = {}  # by name
-        self.lease: Lease | None = None
-        self._last: concurrent.futures.Future[Arrays] | None = None  # that keeps its place
+        self.connections: dict[str, ServerConnection] = {}  # by name, shared at one address
+        self.served: dict[
+            str, ServedModel
+        ] = {}  # those with a schema, as they describe themselves
+        self._endpoints: dict[str, Endpoint | None] = {}
 
     def __enter__(self) -> "HTTPCommunicator":
         return self
@@ -193,33 +102,52 @@ class HTTPCommunicator:
         `ServerUnreachableError`: not within `init_timeout_s`. `ServerMismatchError`: it has no
         such name, cannot be used with the schema, or asks for another token.
         """
-        # Reward models have clients of their own, so this is about the critic.
-        setting = f"{self.setting}.critic"
-        spec = RewardModelSpec(None, server_name, ((ip, int(port)),), 1.0, setting)
-        limits = self.init_timeout_s, self.inference_timeout_s
-        connection = ServerConnection(
-            *(spec, endpoint, *limits), token=self.token, tls=self.tls, lease=lambda: self.lease
+        peer = Peer(ip, int(port), self.token, self.tls)
+        served = self._wait_until_ready(server_name, peer, endpoint)
+        if served is not None:
+            self.served[server_name] = served
+        known = {connection.peer: connection for connection in self.connections.values()}
+        self.connections[server_name] = known.get(peer) or ServerConnection(
+            peer, self.inference_timeout_s, self.setting
         )
-        try:
-            connection.wait_until_ready(math.inf)
-        except BaseException:
-            connection.close()
-            raise
-        self.connections[server_name] = connection
+        self._endpoints[server_name] = endpoint
 
-    def take_lease(self, server_name: str) -> None:
-        """Become the client that may change a server; `LeaseTakenError` if another one is."""
-        if self.lease is None:
-            self.lease = Lease(self.connections[server_name].servers[0].peer)
+    def _wait_until_ready(
+        self, server_name: str, peer: Peer, endpoint: Endpoint | None
+    ) -> ServedModel | None:
+        start = time.monotonic()
+        next_line = start + min(2.0, PROGRESS_INTERVAL_S)
+        pause = 0.1
+        # Reward models have clients of their own, so this is about the critic.
+        name_key = f"{self.setting}.critic.name"
+        probe = ModelProbe(peer, server_name, self.setting, name_key)
+        while (waited := time.monotonic() - start) < self.init_timeout_s:
+            status = probe.status(min(5.0, self.init_timeout_s))
+            if probe.unusable is not None:
+                raise ServerMismatchError(probe.unusable)
+            if status == 200:
+                try:
+                    served, warnings = probe.read(endpoint, min(5.0, self.init_timeout_s))
+                except DescriptionError as error:
+                    probe.state = str(error)
+                else:
+                    logging.info(f"connected to {server_name} at {peer}")
+                    for warning in warnings:
+                        logging.warning(warning)
+                    return served
+            if time.monotonic() >= next_line:
+                next_line = time.monotonic() + PROGRESS_INTERVAL_S
+                logging.info(
+                    f"waiting for server {server_name} at {peer}: {probe.state} "
+                    f"({waited:.0f} of {self.init_timeout_s:.0f} s)"
+                )
+            time.sleep(max(0.0, min(pause, self.init_timeout_s - (time.monotonic() - start))))
+            pause = min(pause * 1.5, 0.5)
+        raise unreachable(server_name, {str(peer): probe.state}, self.init_timeout_s, self.setting)
 
     def print_server_dict(self) -> None:
         for name, connection in self.connections.items():
-            logging.info(f"server {name}: {connection.servers[0]}")
-
-    def lists(self, server_name: str, tensor: str) -> bool:
-        """Whether a server, asked with a schema, takes an input of this name."""
-        served = self.connections[server_name].servers[0].served
-        return served is not None and served.lists(tensor)
+            logging.info(f"server {name}: {connection.peer}")
 
     def send_data_to_server(
         self,
@@ -230,79 +158,21 @@ class HTTPCommunicator:
     ) -> PendingReply:
         """Send numpy arrays by wire name, unchanged until the reply; returns at once.
 
-        `batching`: False keeps the request's place: it is sent when those of this kind that were
-        submitted before have ended. `check`: called with the reply; may raise `ReplyError`.
-        `RequestError`, and nothing is sent: it does not fit the schema.
+        `batching`: False keeps the request's place among all (see `ServerConnection`). `check`:
+        called with the reply; may raise `ReplyError`. `RequestError`, and nothing is sent: it does
+        not fit the schema, or the form that the server lists.
         """
+        endpoint = self._endpoints[server_name]
+        if endpoint is not None:
+            validate_request(endpoint, data)
         connection = self.connections[server_name]
-        request = connection.request(dict(data), check or (lambda reply: None))
-        last = None if batching else self._last
-        if last is None:
-            connection.queue(request)
-        else:
-            last.add_done_callback(lambda _: connection.queue(request))
-        if not batching:
-            self._last = request.future
-        sent = SentRequest(request.future, lambda: f"{server_name} at {connection.servers[0]}")
+        forms = None if endpoint is None else (endpoint, self.served[server_name])
+        future = connection.submit(server_name, data, alone=not batching, check=check, forms=forms)
+        sent = SentRequest(future, lambda: f"{server_name} at {connection.peer}")
         return PendingReply({server_name: sent})
 
     def close(self) -> None:
-        """End all connections; requests without a reply fail."""
-        for connection in self.connections.values():
+        """End all connections; requests in flight get a few seconds."""
+        for connection in set(self.connections.values()):
             connection.close()
         self.connections.clear()
-        if self.lease is not None:
-            self.lease.close()
-
-
-class LeaseTakenError(UserError):
-    """Another actor has the lease of this critic."""
-
-
-class Lease:
-    """The lease of one actor, renewed by a thread until `close`. `id`: what requests name; None
-    for a server without leases. `LeaseTakenError`: another actor has kept and renewed it.
-    """
-
-    def __init__(self, peer: Peer):
-        self._peer = peer
-        self.id: str | None = uuid.uuid4().hex
-        self._closed = threading.Event()
-        self._take()
-        self._thread = None if self.id is None else in_thread(f"lease of {peer}", self._keep)
-
-    def close(self) -> None:
-        if self._thread is not None and not self._closed.is_set():
-            self._closed.set()
-            self._thread.join(15.0)
-            self._ask("DELETE")
-
-    def _take(self) -> None:
-        deadline = time.monotonic() + LEASE_S + 2 * RENEWAL_S
-        is_said = False
-        while (reply := self._ask("POST"))[0] in (None, 409) and time.monotonic() <= deadline:
-            if not is_said:
-                is_said = True
-                logging.info(f"waiting for the lease of {self._peer}: {reply[1]}")
-            time.sleep(1.0)
-        status, error = reply
-        if status == 409:
-            raise LeaseTakenError(f"the critic at {self._peer} cannot be used: {error}")
-        if status is None:
-            logging.warning(f"{self._peer} has not replied to requests for its lease")
-        elif status != 200:
-            self.id = None  # a server of others
-
-    def _ask(self, method: str) -> tuple[int | None, str]:
-        """Return HTTP status, None without a reply, and the server's error."""
-        try:
-            response, body = self._peer.ask(method, LEASE_PATH, 10.0, {LEASE_HEADER: str(self.id)})
-        except (OSError, http.client.HTTPException):
-            return None, "no reply"
-        return response.status, error_text(response.status, body)
-
-    def _keep(self) -> None:
-        while not self._closed.wait(RENEWAL_S):
-            status, error = self._ask("POST")
-            if status == 409:
-                logging.error(f"this actor has lost the lease of {self._peer}: {error}")

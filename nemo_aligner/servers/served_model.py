@@ -28,7 +28,6 @@ from nemo_aligner.servers.exchange import (
 from nemo_aligner.servers.kserve import numpy_type
 from nemo_aligner.servers.schema import (
     ATTRIBUTES,
-    NOT_COMBINED,
     Array,
     Arrays,
     Endpoint,
@@ -36,6 +35,7 @@ from nemo_aligner.servers.schema import (
     RequestError,
     TensorSpec,
 )
+from nemo_aligner.servers.validation import NOT_COMBINED
 
 PIECE_BYTES = 2**25  # of one piece: half of what a server of this package takes by default
 # Of a server that takes no pieces; the rest is left for the header of the body.
@@ -337,7 +337,7 @@ def merge_replies(endpoint: Endpoint, replies: Sequence[Arrays]) -> Arrays:
     for spec in endpoint.outputs:
         array = merged.get(spec.name)
         if array is None or spec.dtype is np.bytes_ or array.dtype.kind not in "fiub":
-            continue  # checked by `validate_reply`
+            continue  # checked by validation.py
         if endpoint.batching and array.ndim == 1:
             array = array[:, None]
         merged[spec.name] = array.astype(spec.dtype, copy=False)

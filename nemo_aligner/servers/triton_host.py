@@ -21,20 +21,20 @@ from nemo.utils import logging
 
 from nemo_aligner.core.leftovers import SHARED_MEMORY, shared_memory_prefix, temporary_folder
 from nemo_aligner.servers.admission import Access
-from nemo_aligner.servers.front import (
-    LAST_REPLIES_S,
-    REQUEST_PARAMETER,
-    Front,
-    SocketConnection,
-)
-from nemo_aligner.servers.ports import folder_of_workspaces, prepare_triton_environment
+from nemo_aligner.servers.front import REQUEST_PARAMETER, Front, SocketConnection
 from nemo_aligner.servers.schema import MOST_ROWS, Arrays, Endpoint, Handler, triton_tensors
+from nemo_aligner.servers.triton_environment import (
+    folder_of_workspaces,
+    prepare_triton_environment,
+)
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 # Within which Triton is ready, or is started again; after the last the job gives up. It needs a
-# few seconds; one that hangs, or has lost a process while it started, costs the first.
+# few seconds; one that hangs for a reason that `_check_start` does not see costs the first.
 START_S = (60.0, 120.0, 300.0)
+LOOK_S = 0.2  # between two looks at its processes while it starts
+REPLACED_S = 15.0  # within which Triton replaces a stub that it has ended itself
 PROBE_S = 5.0  # within which a Triton that runs says so
 MOST_UNANSWERED = 6  # probes in a row
 
@@ -55,7 +55,7 @@ def lock_method(lock_name: str) -> Callable[[Method], Method]:
 
 
 class TritonStartError(RuntimeError):
-    """Triton ended while it started, or it did not become ready."""
+    """Triton, or one of its processes, ended while it started, or it did not become ready."""
 
 
 class TritonHost:
@@ -80,6 +80,7 @@ class TritonHost:
         self._lock = threading.Lock()
         # By endpoint, the processes without which it cannot serve.
         self._stubs: dict[str, list[psutil.Process]] = {}
+        self._last_seen: dict[str, float] = {}  # when its stub was alive, while Triton starts
         self._unanswered = 0  # probes since Triton last replied to one
 
     def start(self, should_stop: Callable[[], bool]) -> None:
@@ -101,12 +102,12 @@ class TritonHost:
     def _start(self, should_stop: Callable[[], bool], patience_s: float) -> None:
         self._directory = str(temporary_folder("triton_", folder_of_workspaces()))  # of mode 0700
         self._memory_prefix = shared_memory_prefix()
-        self._stubs, self._unanswered = {}, 0
+        self._stubs, self._last_seen, self._unanswered = {}, {}, 0
         from nemo_aligner.servers.socket_triton import SocketTriton
 
         triton = SocketTriton(self._directory, self._memory_prefix)
         address = self.host, self.port
-        self._front = Front(*address, self._endpoints, self._access, triton.socket_path)
+        self._front = Front(*address, triton.socket_path, self._endpoints, self._access)
         self._triton = triton
         try:
             for endpoint, _function in self._endpoints:
@@ -143,12 +144,15 @@ class TritonHost:
 
     def _run(self, should_stop: Callable[[], bool], patience_s: float) -> None:
         self._triton.launch()
-        begun = time.monotonic()
+        begun = looked = time.monotonic()
         while not self._says("ready", timeout_s=10):
             if should_stop():
                 return
             if self._triton.has_ended():
                 raise TritonStartError("Triton ended while it started")
+            if time.monotonic() - looked > LOOK_S:
+                looked = time.monotonic()
+                self._check_start()
             if time.monotonic() - begun > patience_s:
                 self._kill_processes()  # one that hangs could not be asked to end
                 raise TritonStartError(f"Triton is not ready after {patience_s:.0f} s")
@@ -156,7 +160,7 @@ class TritonHost:
         # Triton lets every user read the shared memory in which it hands requests on.
         for path in self._shared_memory():
             os.chmod(path, 0o600)
-        self._stubs = self._find_stubs()
+        self._note_stubs()
         self._triton.connect()
         assert self._front is not None
         self._front.open()
@@ -168,6 +172,25 @@ class TritonHost:
             connection.request("GET", f"/v2/health/{state}")
             return connection.getresponse().status == 200
         return False
+
+    def _note_stubs(self) -> None:
+        """Note the processes that an endpoint needs: its last stub, the first describes it."""
+        for endpoint, parts in self._find_stubs().items():
+            known = self._stubs.get(endpoint, [])
+            known = known if known[:1] == parts[:1] else []
+            self._stubs[endpoint] = [*known, *(part for part in parts if part not in known)]
+
+    def _check_start(self) -> None:
+        self._note_stubs()
+        now = time.monotonic()
+        for endpoint, (stub, *helpers) in self._stubs.items():
+            if _is_alive(stub):
+                self._last_seen[endpoint] = now
+                lost = not all(map(_is_alive, helpers))
+            else:
+                lost = now - self._last_seen.setdefault(endpoint, now) > REPLACED_S
+            if lost:
+                raise TritonStartError(f"Triton's process for {endpoint} ended while it started")
 
     def _find_stubs(self) -> dict[str, list[psutil.Process]]:
         """By endpoint, what hands its requests to this process, and its child with the tensors."""
@@ -211,7 +234,7 @@ class TritonHost:
             gc.unfreeze()
             self._triton = None
         if self._front is not None:
-            self._front.wait_for_replies(LAST_REPLIES_S)
+            self._front.wait_for_replies(2.0)
             self._front = None
         self._clean()
 

@@ -29,6 +29,7 @@ from nemo_aligner.core.endings import progress
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.parallel.environment import users_environment
 from nemo_aligner.servers import worker as worker_program
+from nemo_aligner.servers import worker_keeper
 from nemo_aligner.servers.threads import in_thread
 
 PROBE_INTERVAL_S = 0.5  # looks at a worker, whose pipe another process may hold open
@@ -53,12 +54,13 @@ class WorkerProcess:
         requests_end, self._requests = os.pipe()
         self._replies, replies_end = os.pipe()
         numbers = [str(number) for number in (os.getpid(), requests_end, replies_end)]
+        keeper = [sys.executable, "-I", "-S", worker_keeper.__file__, *numbers]
         program = [sys.executable, "-X", "faulthandler", worker_program.__file__, path, kind, name]
         # The code may import nemo_aligner, also where the package is not installed.
         paths = filter(None, [os.environ.get("PYTHONPATH"), str(Path(__file__).parents[2])])
         try:
-            self.process = subprocess.Popen(  # its keeper
-                program + numbers,
+            self.process = subprocess.Popen(  # its keeper (worker_keeper.py)
+                keeper + program,
                 stdin=subprocess.DEVNULL,
                 pass_fds=(requests_end, replies_end),
                 start_new_session=True,

@@ -40,7 +40,6 @@ DOORS = {
         "NothingToDo=servers.scoring_clients:NoCriticFuture servers.scoring_clients "
         "RewardsWithoutValues=servers.scoring_clients:RMFutureResult"
     ),
-    "servers.constants": "servers.control_group",
     "types": "core.types",
     "utils.advantages": "core.advantages",
     "utils.batch_iterators": "data.nlp.batch_iterators",
@@ -78,7 +77,8 @@ DOORS = {
     "utils.resume_pair": "checkpoint.folders",
     "utils.reward_models": "config.server_rules",
     "utils.server_utils": (
-        "core.tokenizer servers.futures servers.ports servers.scoring servers.triton_host"
+        "core.tokenizer servers.futures servers.requests servers.triton_environment "
+        "servers.triton_host"
     ),
     "utils.text_generation_utils": "generation.interface generation.text",
     "utils.timers": "training.timers",

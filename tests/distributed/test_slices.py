@@ -15,7 +15,7 @@ from tests.tiny_models import tiny_config
 def scores(tokenizer_dir, split):
     """Rank 0's scores of 40 samples in one go, and in slices; how many operations each took."""
     from nemo_aligner.models.nlp.gpt.megatron_gpt_critic import MegatronGPTCriticModel
-    from nemo_aligner.servers import scoring
+    from nemo_aligner.servers import requests
     from nemo_aligner.servers.scoring import Scorer
 
     model = MegatronGPTCriticModel(
@@ -46,7 +46,7 @@ def scores(tokenizer_dir, split):
     }
     scorer = Scorer(both, None, 2, passes=(values, rewards))
     answers = [scorer.run(request)]
-    scoring.SLICE_TOKENS = 100
+    requests.SLICE_TOKENS = 100
     answers.append(scorer.run(request))
     return answers, calls
 

@@ -188,7 +188,7 @@ def main() -> None:
     from nemo_aligner.algorithms.critic_server_trainer import CriticServerTrainer
     from nemo_aligner.core.errors import SaveError
     from nemo_aligner.parallel.collectives import gathered
-    from nemo_aligner.servers import scoring, server_loop, triton_host
+    from nemo_aligner.servers import requests, server_loop, triton_host
 
     class Logger:
         def log_metrics(self, metrics, step, prefix):
@@ -286,7 +286,7 @@ def main() -> None:
     server_loop.SAVE_GRACE_S = settings["save_grace_s"]
     server_loop.CHECK_INTERVAL_S = triton_host.PROBE_S = settings["look_s"]
     triton_host.START_S = settings["start_s"] or triton_host.START_S
-    scoring.SLICE_TOKENS = settings["slice_tokens"]
+    requests.SLICE_TOKENS = settings["slice_tokens"]
     trainer.run_server()
     parallel_state.destroy()
 

@@ -4,6 +4,7 @@
 against it.
 """
 
+import concurrent.futures
 import importlib.util
 import json
 import textwrap
@@ -54,6 +55,10 @@ FUNCTION = """
             ctypes.PyDLL(None).sleep(60)  # in C, with Python's lock held
         if response == "die":
             os._exit(3)
+        if response == "nothing":
+            return None
+        if response == "nan":
+            return [float("nan")]
         return [score_of(prompt, response) + 1000 * length]
 
     def score_of(prompt, response):
@@ -136,7 +141,7 @@ def workers_of(job: ScriptJob) -> list[psutil.Process]:
     return [
         child
         for child, command in commands.items()
-        if "worker.py" in command and "worker.py" in commands.get(child.parent(), "")
+        if "worker.py" in command and "worker_keeper.py" not in command
     ]
 
 
@@ -216,6 +221,19 @@ def test_rewards_of_steps_come_over_the_wire(tmp_path, tiny_tokenizer_dir, tiny_
         assert found == {start + end - 1: len(step) for end, step in zip(ends, steps)}
 
 
+def test_a_policy_with_another_tokenizer_is_refused(port, tiny_tokenizer, reversed_tokenizer_dir):
+    from nemo.collections.common.tokenizers import AutoTokenizer
+
+    other = AutoTokenizer(reversed_tokenizer_dir)
+    with pytest.raises(
+        ServerRequestError, match="policy's tokenizer .300 tokens.*'s .nemo in rm_model_file"
+    ):
+        ask(port, rollout(other, PAIRS), other)
+    assert ask(port, rollout(tiny_tokenizer, PAIRS), tiny_tokenizer) == expected(
+        tiny_tokenizer, PAIRS
+    )
+
+
 @pytest.mark.parametrize(
     "response, words",
     [
@@ -223,7 +241,11 @@ def test_rewards_of_steps_come_over_the_wire(tmp_path, tiny_tokenizer_dir, tiny_
             "raise",
             ["1 of 3: LookupError: nothing to see (reward.py:7 in score); prompt"],
         ),
-        ("deaf", [f"took longer than {SAMPLE_S} s", "inference.reward_fn_timeout_s"]),
+        ("slow", [f"took longer than {SAMPLE_S} s", "inference.reward_fn_timeout_s"]),
+        ("deaf", [f"took longer than {SAMPLE_S} s"]),
+        ("die", ["exit code 3"]),
+        ("nothing", ["returned None"]),
+        ("nan", ["1 of 3: it returned [nan], which is not a finite number"]),
     ],
 )
 def test_a_sample_that_fails_is_one_clear_error_and_the_server_goes_on(
@@ -242,6 +264,29 @@ def test_a_sample_that_fails_is_one_clear_error_and_the_server_goes_on(
     )
     assert message.startswith(f"{failed} failed on sample 1 of 3: ") and "\n" not in message
     assert ask(port, rollout(tiny_tokenizer, PAIRS)) == expected(tiny_tokenizer, PAIRS)
+
+
+def test_a_bad_sample_fails_its_own_request_alone(tmp_path, tiny_tokenizer, tiny_tokenizer_dir):
+    """Although Triton hands over all requests together."""
+    port = find_free_port()
+    extra = ["inference.max_queue_delay_microseconds=500000", "inference.micro_batch_size=32"]
+    with code_reward_server(
+        tmp_path / "s", port, tiny_tokenizer_dir, "reward.py:score", "null", *extra
+    ) as job:
+        wait_until_serving(job)
+
+        def one(number):
+            pairs = [("p", "fine"), ("a", "raise" if number == 3 else "fine")]
+            try:
+                return ask(port, rollout(tiny_tokenizer, pairs))
+            except ServerRequestError as error:
+                return str(error)
+
+        with concurrent.futures.ThreadPoolExecutor(8) as pool:
+            replies = list(pool.map(one, range(8)))
+        assert "sample 1 of 2: LookupError" in replies.pop(3)
+        assert replies == [expected(tiny_tokenizer, [("p", "fine"), ("a", "fine")])] * 7
+        assert job.log.count('raise LookupError("nothing to see")') >= 1  # the traceback
 
 
 def test_requests_that_do_not_say_where_the_answer_begins_are_refused(port, tiny_tokenizer):
@@ -346,6 +391,59 @@ def test_the_next_start_removes_what_a_killed_server_left(
     finally:
         for path in strangers:
             path.unlink(missing_ok=True)
+
+
+@pytest.mark.full  # tests/unit/test_fleet.py has the client alone
+def test_a_server_that_was_stopped_and_continued_gets_requests_again(
+    tmp_path, tiny_tokenizer, tiny_tokenizer_dir, monkeypatch
+):
+    """All of its processes, for longer than Triton's own watch over its parts; the other server
+    scores meanwhile.
+    """
+    from nemo_aligner.servers import fleet
+
+    for name in ("PROBE_INTERVAL_S", "RETRY_INTERVAL_S"):
+        monkeypatch.setattr(fleet, name, 1.0)
+    ports = find_free_port(), find_free_port()
+    with (
+        code_reward_server(tmp_path / "a", ports[0], tiny_tokenizer_dir) as a,
+        code_reward_server(tmp_path / "b", ports[1], tiny_tokenizer_dir) as b,
+    ):
+        for job in (a, b):
+            wait_until_serving(job)
+        client = reward_client(list(ports))
+        try:
+            models = client.reward_models.fleets["reward_model"]
+            servers, send, sent = models.servers, models._send, []
+            batch = rollout(tiny_tokenizer, PAIRS)
+            monkeypatch.setattr(models, "_send", lambda *args: (sent.append(args[2]), send(*args)))
+
+            def score() -> list[int]:
+                """Score in six requests; by which server how many were."""
+                sent.clear()
+                pending = [client.infer_rm(batch) for _ in range(6)]
+                for future in pending:
+                    assert future.scores().rewards.tolist() == expected(tiny_tokenizer, PAIRS)
+                return [sent.count(server) for server in servers]
+
+            assert all(score()), (a.log[-2000:], b.log[-2000:])
+            process = psutil.Process(a.process.pid)
+            family = [process, *process.children(recursive=True)]
+            for member in family:
+                member.suspend()
+            time.sleep(15)
+            score()
+            assert not servers[0].available
+            assert score()[0] == 0
+            # A stub first: Triton gives one up that does not take a request within a second.
+            for member in reversed(family):
+                member.resume()
+            wait_until(lambda: servers[0].available, what=lambda: a.log[-3000:])
+            assert all(score()), (a.log[-2000:], b.log[-2000:])
+        finally:
+            client.close()
+        for job in (a, b):
+            assert_ended_well(job, job.stop())
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from nemo_aligner.core.endings import ExitCode
 from nemo_aligner.core.errors import ServerRequestError, UserError
 from nemo_aligner.servers import exchange
 from nemo_aligner.servers.critic_client import RemoteGPTRMCriticClient
-from nemo_aligner.servers.fleet import ServerUnreachableError
+from nemo_aligner.servers.http_communicator import ServerUnreachableError
 from nemo_aligner.servers.served_model import ServerMismatchError
 from tests.cases import some_of
 from tests.distributed.launcher import run_ranks
@@ -286,6 +286,44 @@ def test_an_error_of_the_model_comes_back_in_one_line_with_its_place(job, mirror
             )
         assert 'raise ArithmeticError("the model met' in job.log()  # the traceback
     assert_serving(Raw(job), mirror)
+
+
+@pytest.mark.full
+@asgi_frontend
+def test_a_bad_request_fails_alone(frontend):
+    """Although Triton hands it over together with good ones."""
+    model = build_model()
+    with CriticJob(
+        max_queue_delay_microseconds=500_000,
+        inference_micro_batch_size=16,
+        server={"frontend": frontend},
+    ) as job:
+        raw = Raw(job.wait_until_serving())
+        tokens = np.arange(1, 11).reshape(2, 5)
+        lengths = np.full((2, 1), 5)
+        rewards, _values = expected_scores(model, torch.from_numpy(tokens), [5, 5])
+        bad = {
+            1: ({"tokens": tokens, "sequence_lengths": lengths + 1}, "holds 6"),
+            4: ({"tokens": np.full((2, 5), RAISE), "sequence_lengths": lengths}, "cannot stand"),
+            6: ({"tokens": tokens, "sequence_lengths": lengths[:, :0]}, "shape [2, 0]"),
+            7: ({"tokens": tokens, "tokenizer": [[b"x"]] * 2}, "policy's tokenizer"),
+        }
+
+        def ask(number):
+            good = {"tokens": tokens, "sequence_lengths": lengths}
+            try:
+                return raw("critic_infer", **bad.get(number, (good, ""))[0])["rewards"]
+            except Exception as error:
+                return str(error)
+
+        with concurrent.futures.ThreadPoolExecutor(10) as pool:
+            replies = list(pool.map(ask, range(10)))
+        for number, reply in enumerate(replies):
+            if number in bad:
+                assert bad[number][1] in reply and "Traceback" not in reply, reply
+            else:
+                np.testing.assert_allclose(reply, rewards[:, None].numpy(), rtol=1e-6)
+        assert_serving(raw, model)
 
 
 def test_client_checks_before_it_sends(job):
@@ -686,7 +724,7 @@ def test_killing_the_critic_in_an_update_is_one_error_with_its_cause(frontend):
     """The update fails, and so does the scoring request that waits for it: nothing is sent to a
     server that may have come back with other weights.
     """
-    from nemo_aligner.servers.fleet import RESTART_REMEDY
+    from nemo_aligner.servers.connection import RESTART_REMEDY
 
     with CriticJob(server={"frontend": frontend}) as job:
         with contextlib.closing(
@@ -736,8 +774,15 @@ def kill_starting_triton(job, times):
 def lose_a_stub(job):
     """Triton alone would wait for it without end."""
     wait_until(lambda: len(job.children_named("triton_python")) >= 3, 120, job.log, 0.02)
+    time.sleep(0.3)  # the server has seen them
     job.look_around()
     job.children_named("triton_python")[0].kill()
+
+
+def suspend_triton(job):
+    wait_until(lambda: job.children_named("triton_python"), 120, job.log, 0.02)
+    job.look_around()
+    job.children_named("tritonserver")[0].suspend()  # others are forks that are to be stubs
 
 
 def end_once(job):
@@ -748,10 +793,11 @@ def end_once(job):
 @pytest.mark.parametrize(
     ("fault", "start_s", "said"),
     [
+        (lose_a_stub, None, r"ended while it started; starting it again \(2 of 3\)"),
         (end_once, None, r"Triton ended while it started; starting it again \(2 of 3\)"),
-        (lose_a_stub, [10.0, 120.0], r"is not ready after \d+ s; starting it again \(2 of 2\)"),
+        (suspend_triton, [10.0, 120.0], r"is not ready after \d+ s; starting it again \(2 of 2\)"),
     ],
-    ids=["end", "stub"],
+    ids=["stub", "end", "hang"],
 )
 def test_a_triton_that_fails_while_it_starts_is_started_again(fault, start_s, said):
     with CriticJob(start_s=start_s and [patience(start_s[0]), start_s[1]]) as job:

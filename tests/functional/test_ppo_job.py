@@ -194,7 +194,7 @@ def test_encrypted_and_without_triton_it_is_the_same_run(inputs, single):
     ):
         assert_ended_well(job, job.wait())
         assert_ended_well(server, server.stop())
-    assert "starting HTTP server on" in server.log
+    assert "starting uvicorn on" in server.log
     for side in ("actor", "critic"):
         names = [name for name in metric_names(single / side) if not name.endswith("_time")]
         assert names

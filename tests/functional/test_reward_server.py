@@ -227,6 +227,21 @@ def test_a_policy_with_another_tokenizer_is_refused(
     )
 
 
+def test_clients_that_name_their_tokenizer_and_others_at_once(port, model, tiny_tokenizer):
+    """Triton merges what comes together; it gets its own rewards whether or not it says its
+    tokenizer.
+    """
+    every = [make_rows(3, seed, longest=12) for seed in range(12)]
+    name = {"tokenizer": np.full((3, 1), tokenizer_fingerprint(tiny_tokenizer).encode())}
+    with concurrent.futures.ThreadPoolExecutor(6) as pool:
+        pending = [
+            pool.submit(ask, port, **request(rows), **(name if i % 2 else {}))
+            for i, rows in enumerate(every)
+        ]
+    for rows, answer in zip(every, pending):
+        np.testing.assert_allclose(answer.result()["rewards"], direct(model, rows), **TOLERANCE)
+
+
 # ---- two ranks ----
 
 

@@ -20,14 +20,15 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import psutil
 import pytest
+import torch
 from omegaconf import OmegaConf
 
 from nemo_aligner.config.server_rules import FRONTENDS
 from nemo_aligner.core.errors import ServerRequestError
-from nemo_aligner.servers import http_communicator
+from nemo_aligner.servers import connection
 from nemo_aligner.servers.critic_client import RemoteGPTRMCriticClient
 from nemo_aligner.servers.exchange import Exchange, InferRequest, Peer, token_header
-from tests.functional.critic_job import CriticJob
+from tests.functional.critic_job import NAP, CriticJob
 from tests.patience import patience
 
 pytestmark = pytest.mark.timeout(300)
@@ -270,6 +271,25 @@ def actor(job):
     return RemoteGPTRMCriticClient(OmegaConf.create(section))
 
 
+def test_others_have_their_turn_while_many_samples_are_scored(job):
+    """Six requests of which each takes a second, and the client makes one; a second client need
+    not wait for all.
+    """
+    client = actor(job)
+    tokens = torch.ones(6 * 512, 8, dtype=torch.int64)
+    tokens[::512] = NAP
+    lengths = torch.full((6 * 512,), 8)
+    began = time.monotonic()
+    many = client.infer_rm_critic({"response_tokens": tokens, "response_lengths": lengths})
+    time.sleep(0.5)
+    send(job, infer_request(1))
+    waited = time.monotonic() - began
+    rewards, values = many.result()
+    assert len(rewards) == len(values) == 6 * 512
+    assert time.monotonic() - began - waited > 1.0
+    client.close()
+
+
 # ---- the lease ----
 
 
@@ -288,7 +308,7 @@ SAVE = InferRequest(
 def test_strangers_neither_train_nor_save(job, monkeypatch):
     """They have the token, and no lease; not before the actor comes, beside it, or after it."""
     # A second actor waits less for the first to end.
-    monkeypatch.setattr(http_communicator, "LEASE_S", 0.0)
+    monkeypatch.setattr(connection, "LEASE_S", 0.0)
     checkpoint = job.directory / "checkpoint.json"
 
     def refused():
@@ -309,7 +329,7 @@ def test_strangers_neither_train_nor_save(job, monkeypatch):
     assert json.loads(checkpoint.read_text())["actor_step"] == 7
     client = actor(job)  # the next one need not wait
     assert client.status()["actor_step"] == 7
-    mine = {"NeMo-Aligner-Lease": client.communicator.lease.id}
+    mine = {"NeMo-Aligner-Lease": client.communicator.connections["critic_train"]._lease.id}
     holder = Exchange(Peer("127.0.0.1", job.port, TOKEN), mine)
     for request, words in (
         (train_request(b"x" * 10**6), "65536|64 ASCII"),

@@ -56,7 +56,7 @@ class TritonProcess:
         """Run `python command`, with Triton's libraries in its path, without waiting until it is
         ready.
         """
-        from nemo_aligner.servers.ports import find_libpython
+        from nemo_aligner.servers.triton_environment import find_libpython
 
         libraries = [find_libpython(), os.environ.get("LD_LIBRARY_PATH", "")]
         environment = {

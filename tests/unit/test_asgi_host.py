@@ -1,6 +1,6 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A server without Triton: what is not the same as with it (test_front.py)."""
+"""The front on uvicorn: what is not the same as in front of Triton (test_front.py)."""
 
 import contextlib
 import http.client
@@ -16,11 +16,10 @@ from nemo_aligner.config import server_rules
 from nemo_aligner.config.access import client_tls, server_tls
 from nemo_aligner.config.server_rules import read_frontend
 from nemo_aligner.core.errors import ConfigError, ServerEndingError, ServerRequestError
-from nemo_aligner.servers import admission
-from nemo_aligner.servers import front as front_module
+from nemo_aligner.servers import admission, asgi_host
 from nemo_aligner.servers.admission import Access
-from nemo_aligner.servers.exchange import Exchange, InferRequest, Peer
-from nemo_aligner.servers.front import DirectHost
+from nemo_aligner.servers.exchange import Exchange, InferRequest, Peer, token_header
+from nemo_aligner.servers.front import Front
 from nemo_aligner.servers.http_communicator import HTTPCommunicator
 from nemo_aligner.servers.ports import find_free_port
 from nemo_aligner.servers.schema import (
@@ -29,9 +28,9 @@ from nemo_aligner.servers.schema import (
     reward_model_endpoint,
 )
 from nemo_aligner.servers.served_model import ServerMismatchError
+from tests.asgi_front import AsgiFront
 from tests.certificates import make_certificate
 from tests.patience import patience
-from tests.scripted_triton import open_front
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.slow]
 
@@ -69,7 +68,7 @@ def certificates(tmp_path_factory):
 @pytest.fixture
 def encrypted(certificates):
     access = Access(TOKEN)
-    front = open_front([(REWARD, score)], access, tls=server_tls(*certificates[0]))
+    front = AsgiFront([(REWARD, score)], access, tls=server_tls(*certificates[0]))
     with contextlib.closing(front):
         yield front
 
@@ -90,8 +89,12 @@ def test_another_server_is_refused_in_one_line(encrypted, certificates):
 
 def test_a_server_that_does_not_encrypt_is_named_at_once(certificates):
     tls = client_tls(certificates[0][0], "remote_rm")
-    with contextlib.closing(open_front([(REWARD, score)], Access())) as front:
+    with contextlib.closing(AsgiFront([(REWARD, score)], Access())) as front:
         refused_at_once(front.address, tls, "tls_ca_file is set, but it does not encrypt")
+    address = "127.0.0.1", find_free_port()
+    with contextlib.closing(Front(*address, "unused", [(REWARD, score)], Access())) as front:
+        front.open()
+        refused_at_once(address, tls, "tls_ca_file is set, but it does not encrypt")
 
 
 def test_a_server_that_encrypts_is_named_at_once(encrypted):
@@ -139,11 +142,11 @@ def test_files_that_are_refused(certificates, tmp_path):
         server_tls(certificate, str(locked))
 
 
-def test_what_is_not_installed_is_named(monkeypatch):
+@pytest.mark.parametrize("frontend, module", [("asgi", "uvicorn"), ("triton", "pytriton")])
+def test_what_is_not_installed_is_named(frontend, module, monkeypatch):
     monkeypatch.setattr(server_rules.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match="pytriton, which is not installed: pip install"):
-        read_frontend("triton", None, None)
-    read_frontend("asgi", None, None)
+    with pytest.raises(ConfigError, match=f"(?i){module}, which is not installed: pip install"):
+        read_frontend(frontend, None, None)
 
 
 # ---- without Triton ----
@@ -162,8 +165,10 @@ import nemo_aligner.algorithms.reward_server
 import nemo_aligner.servers.critic_client
 from tests.unit.test_asgi_host import *
 
-with contextlib.closing(open_front([(REWARD, score)], Access())) as front:
+with contextlib.closing(AsgiFront([(REWARD, score)], Access())) as front:
     print(send(front).tolist())
+found = {name.split(".")[0] for name in sys.modules}
+print(sorted(found & {"pytriton", "tritonclient", "uvicorn"}))
 """
 
 
@@ -176,7 +181,8 @@ def test_a_pair_runs_where_nothing_of_triton_is_installed():
         text=True,
         timeout=patience(100),
     )
-    assert "[[3.0], [12.0]]" in result.stdout.splitlines(), result.stderr[-2000:]
+    lines = result.stdout.splitlines()
+    assert lines[-1:] == ["['uvicorn']"] and "[[3.0], [12.0]]" in lines, result.stderr[-2000:]
 
 
 # ---- the life of the host ----
@@ -200,7 +206,7 @@ def test_a_request_gets_its_own_error_in_one_line(error, status, line, logged, m
     notes = []
     for level in ("warning", "error"):
         monkeypatch.setattr(admission.logging, level, notes.append)
-    with contextlib.closing(open_front([(REWARD, fail)], Access())) as front:
+    with contextlib.closing(AsgiFront([(REWARD, fail)], Access())) as front:
         got, reply = post(front, json.dumps({"inputs": TENSORS}).encode())
     assert got == status and reply.startswith(line) and "\n" not in reply
     assert [logged in note for note in notes] == ([True] if logged else [])
@@ -216,23 +222,41 @@ def post(front, body, **headers):
 
 
 def test_a_body_that_does_not_come_is_given_up(monkeypatch):
-    monkeypatch.setattr(front_module, "BODY_S", 0.3)
+    monkeypatch.setattr(asgi_host, "BODY_S", 0.3)
     save = critic_save_endpoint()
-    with contextlib.closing(open_front([(save, score)], Access(lease_required=False))) as front:
+    with contextlib.closing(AsgiFront([(save, score)], Access(lease_required=False))) as front:
         connection = http.client.HTTPConnection(*front.address, timeout=patience(20))
         with contextlib.closing(connection):
             connection.putrequest("POST", "/v2/models/critic_save/infer")
             connection.putheader("Content-Length", "100")
             connection.endheaders(b"{}")
-            assert connection.sock.recv(1) == b""
+            reply = connection.getresponse()
+            assert reply.status == 408 and b"nothing came" in reply.read()
+            assert connection.sock.recv(1) == b""  # closed, as the rest may still come
 
 
-def test_a_server_that_has_ended_is_a_failure():
-    host = DirectHost("127.0.0.1", find_free_port(), [(REWARD, score)], Access(TOKEN))
-    host.start(lambda: False)
-    assert host.failure() is None
+@pytest.mark.parametrize("token, is_kept", [(TOKEN, True), ("another", False)])
+def test_who_has_no_token_keeps_no_connection(token, is_kept, monkeypatch):
+    """Also with half a request after the refused one."""
+    monkeypatch.setattr(asgi_host, "FIRST_REQUEST_S", 0.5)
+    with contextlib.closing(AsgiFront([(REWARD, score)], Access(TOKEN))) as front:
+        connection = http.client.HTTPConnection(*front.address, timeout=2.0)
+        with contextlib.closing(connection):
+            connection.request("GET", "/v2/health/live", headers=token_header(token))
+            connection.getresponse().read()
+            connection.sock.sendall(b"GET /v2")
+            if is_kept:
+                with pytest.raises(TimeoutError):
+                    connection.sock.recv(1)
+            else:
+                assert connection.sock.recv(1) == b""
+
+
+def test_a_front_that_has_ended_is_a_failure():
+    front = AsgiFront([(REWARD, score)], Access(TOKEN))
+    assert front.host.failure() is None
     request = InferRequest("reward_model", SCORING)
-    assert Exchange(Peer(host.host, host.port, TOKEN)).run(request, patience(20))
+    assert Exchange(Peer(*front.address, TOKEN)).run(request, patience(20))
     for _ in range(2):
-        host.stop()
-    assert host.failure() == "the HTTP server ended by itself"
+        front.close()
+    assert front.host.failure() == "uvicorn ended by itself"

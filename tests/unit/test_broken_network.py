@@ -16,16 +16,18 @@ import pytest
 
 from nemo_aligner.config.server_rules import FRONTENDS
 from nemo_aligner.core.errors import ServerRequestError
-from nemo_aligner.servers import exchange, front, http_communicator
+from nemo_aligner.servers import asgi_host, exchange, front
+from nemo_aligner.servers import connection as connection_module
 from nemo_aligner.servers.admission import Access
-from nemo_aligner.servers.fleet import RESTART_REMEDY
+from nemo_aligner.servers.connection import RESTART_REMEDY
 from nemo_aligner.servers.http_communicator import HTTPCommunicator
 from nemo_aligner.servers.schema import TensorSpec, critic_infer_endpoint, critic_train_endpoint
+from tests.asgi_front import AsgiFront
 from tests.cases import some_of
 from tests.faulty_network import FAULTS, FaultyNetwork
 from tests.patience import patience
 from tests.scripted_server import triton_config
-from tests.scripted_triton import ScriptedTriton, open_front
+from tests.scripted_triton import ScriptedTriton
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.slow]
 COUNT = TensorSpec("count", np.int64, (1,))
@@ -61,9 +63,10 @@ def triton(tmp_path):
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     """Silence is noticed in tenths of seconds."""
-    monkeypatch.setattr(http_communicator, "RETRY_PAUSES_S", (0.05, 0.05, 0.05))
+    monkeypatch.setattr(connection_module, "RETRY_PAUSES_S", (0.05, 0.05, 0.05))
     monkeypatch.setattr(exchange, "SILENCE_S", min(patience(0.6), 4.0))
-    monkeypatch.setattr(front, "HEARTBEAT_S", 0.1)
+    for module in (front, asgi_host):
+        monkeypatch.setattr(module, "HEARTBEAT_S", 0.1)
 
 
 def handlers(triton):
@@ -76,17 +79,22 @@ def serve_triton(triton, port=0):
     return contextlib.closing(triton.open_front(handlers(triton), Access(), port))
 
 
-def serve_direct(triton, port=0):
-    return contextlib.closing(open_front(handlers(triton), Access(), port))
+def serve_asgi(triton, port=0):
+    return contextlib.closing(AsgiFront(handlers(triton), Access(), port))
 
 
-@pytest.fixture
-def serve():
-    return serve_direct
+@pytest.fixture(params=[serve_triton, serve_asgi], ids=FRONTENDS)
+def serve(request):
+    return request.param
 
 
-# How the front waits is not the same; all else is the client's.
-both_fronts = pytest.mark.parametrize("serve", [serve_triton, serve_direct], ids=FRONTENDS)
+# The client decides, and the test waits long.
+asgi_alone = pytest.mark.parametrize(
+    "serve",
+    [pytest.param(serve_triton, marks=pytest.mark.full), serve_asgi],
+    ids=FRONTENDS,
+    indirect=True,
+)
 
 
 class Client:
@@ -96,7 +104,7 @@ class Client:
         self.communicator = HTTPCommunicator(patience(20), patience(inference_timeout_s))
         servers = dict.fromkeys(ENDPOINTS, ("127.0.0.1", port))
         self.communicator.create_http_communicator_from_dict(servers, ENDPOINTS)
-        self.communicator.take_lease("critic_train")
+        self.communicator.connections["critic_train"].take_lease()
 
     def __enter__(self):
         return self
@@ -142,7 +150,7 @@ def test_a_network_that_always_fails_is_one_error_after_a_few_tries(serve, trito
         with pytest.raises(ServerRequestError, match="critic_train .*failed: Conn") as caught:
             client.send("critic_train", **UPDATE)
     assert RESTART_REMEDY in str(caught.value)
-    assert len(triton.handled) == 1 + len(http_communicator.RETRY_PAUSES_S)
+    assert len(triton.handled) == 1 + len(connection_module.RETRY_PAUSES_S)
 
 
 def test_an_update_without_an_id_is_not_sent_again(serve, triton):
@@ -153,7 +161,6 @@ def test_an_update_without_an_id_is_not_sent_again(serve, triton):
     assert triton.handled == ["critic_train"]
 
 
-@both_fronts
 def test_a_long_request_is_not_taken_for_a_dead_connection(serve, triton):
     triton.works_s = 3 * exchange.SILENCE_S
     with serve(triton) as server, Client(server.address[1]) as client:
@@ -161,6 +168,7 @@ def test_a_long_request_is_not_taken_for_a_dead_connection(serve, triton):
     assert triton.handled == ["critic_train"]
 
 
+@asgi_alone
 def test_signs_of_life_do_not_stretch_the_time_limit(serve, triton):
     triton.works_s = patience(8)
     with serve(triton) as server, Client(server.address[1], 1.5) as client:

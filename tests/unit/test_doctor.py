@@ -17,7 +17,7 @@ import pytest
 from nemo_aligner import doctor
 from nemo_aligner.doctor import MISSING, OK, WARNING, Finding, summary
 from nemo_aligner.launch import start_up
-from nemo_aligner.servers import ports
+from nemo_aligner.servers import triton_environment
 
 pytestmark = pytest.mark.slow
 
@@ -78,9 +78,9 @@ def test_pythons_are_those_of_setup_py():
 
 
 def test_libpython(monkeypatch):
-    monkeypatch.setattr(ports, "find_libpython", lambda: None)
+    monkeypatch.setattr(triton_environment, "find_libpython", lambda: None)
     says(doctor.libpython(), MISSING, r"shared library libpython.*\. Use a Python built with")
-    monkeypatch.setattr(ports, "find_libpython", lambda: "/opt/lib")
+    monkeypatch.setattr(triton_environment, "find_libpython", lambda: "/opt/lib")
     says(doctor.libpython(), OK, "/opt/lib")
 
 

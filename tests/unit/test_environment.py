@@ -4,6 +4,7 @@
 do what environments should not.
 """
 
+import os
 import textwrap
 import time
 from pathlib import Path
@@ -16,7 +17,7 @@ from nemo_aligner.core.errors import UserError
 from nemo_aligner.generation.interface import Reply
 from nemo_aligner.servers import user_code
 from nemo_aligner.servers.environment import EnvironmentFailedError, PythonEnvironment
-from tests.patience import patience
+from tests.patience import patience, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -164,9 +165,12 @@ def test_a_machine_that_starts_no_more_processes_is_an_error(tmp_path, monkeypat
     "response, words",
     [
         ("raise", ["KeyError: 'no such key'"]),
+        ("exit", ["SystemExit: enough"]),
         ("sleep", [f"longer than {REPLY_S:g} s (model.ppo.environment.timeout_s)"]),
         ("die", ["it ended its process (exit code 7)"]),
         ("none", ["step returned None, not (observation, reward, done)"]),
+        ("pair", ["not (observation, reward, done)"]),
+        ("text", ["not (observation, reward, done)"]),
         ("number", ["whose observation is a int, not a text"]),
         ("empty", ["an empty observation", "nothing to read"]),
         ("nan", ["not a finite number"]),
@@ -229,9 +233,14 @@ def test_the_end_needs_no_observation(naughty):
 @pytest.mark.parametrize(
     "text, words",
     [
+        ("x = 1", "the file has no class 'Notes'; it has none at all"),
         ("class Other: pass", "the file has no class 'Notes'; it has Other"),
         ("Notes = 3", "'Notes' is a int, not a class"),
         ("class Notes: pass", "has no method reset(self, prompt)"),
+        (
+            "class Notes:\n    def reset(self, prompt): pass",
+            "no method step(self, state, response)",
+        ),
         (
             "class Notes:\n    def reset(self): pass\n    def step(self, a, b): pass",
             "Notes.reset cannot be called as reset(self, prompt)",
@@ -245,12 +254,25 @@ def test_the_end_needs_no_observation(naughty):
             "    def reset(self, p): pass\n    def step(self, a, b): pass",
             "OSError: no disk",
         ),
+        ("import no_such_module as Notes", "No module named 'no_such_module'"),
     ],
 )
 def test_files_that_cannot_be_used(tmp_path, text, words):
     with pytest.raises(UserError) as error:
         environment(tmp_path, text)
     assert words in str(error.value) and "environment.path=" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "spec, words",
+    [
+        ("guessing.py", "does not name a class; write path/to/file.py:class"),
+        ("no/such/file.py:Game", "no/such/file.py does not exist"),
+    ],
+)
+def test_paths_that_name_nothing(spec, words):
+    with pytest.raises(UserError, match=words):
+        PythonEnvironment(spec, Letters())
 
 
 def test_a_rank_that_does_not_ask_starts_nothing():
@@ -260,6 +282,15 @@ def test_a_rank_that_does_not_ask_starts_nothing():
     )
     assert psutil.Process().children() == before and played.max_turns == 4
     played.close()
+
+
+def test_nothing_is_left_after_the_end(tmp_path):
+    own = psutil.Process(os.getpid())
+    before = {process.pid for process in own.children(recursive=True)}
+    with environment(tmp_path):
+        started = [p for p in own.children(recursive=True) if p.pid not in before]
+        assert len(started) >= 4  # two keepers and their workers
+    wait_until(lambda: not any(p.is_running() for p in started), 10, lambda: str(started))
 
 
 def test_what_waits_when_it_is_closed_starts_no_more_workers(tmp_path, monkeypatch):

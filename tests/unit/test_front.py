@@ -14,21 +14,25 @@ import pytest
 
 from nemo_aligner.config.server_rules import FRONTENDS, RewardModelSpec
 from nemo_aligner.core.errors import ServerRequestError, UserError
-from nemo_aligner.servers import admission, exchange, http_communicator
+from nemo_aligner.servers import admission, asgi_host, exchange, http_communicator
+from nemo_aligner.servers import connection as connection_module
 from nemo_aligner.servers import front as front_module
 from nemo_aligner.servers.admission import Access
+from nemo_aligner.servers.connection import LeaseTakenError, ServerConnection
 from nemo_aligner.servers.exchange import Exchange, InferRequest, Peer
 from nemo_aligner.servers.fleet import Fleet
 from nemo_aligner.servers.front import Front
-from nemo_aligner.servers.http_communicator import HTTPCommunicator, Lease, LeaseTakenError
+from nemo_aligner.servers.http_communicator import HTTPCommunicator
 from nemo_aligner.servers.schema import (
     critic_infer_endpoint,
     critic_save_endpoint,
     reward_model_endpoint,
 )
 from nemo_aligner.servers.served_model import ServerMismatchError
+from tests.asgi_front import AsgiFront
+from tests.cases import some_of
 from tests.patience import patience, wait_until
-from tests.scripted_triton import ScriptedTriton, open_front
+from tests.scripted_triton import ScriptedTriton
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.slow]
 
@@ -69,17 +73,23 @@ def make_triton_front(triton, token=None, lease_required=True):
     return triton.open_front(handlers(triton), Access(token, 3 * 2**20, lease_required))
 
 
-def make_direct_front(triton, token=None, lease_required=True):
-    return open_front(handlers(triton), Access(token, 3 * 2**20, lease_required))
+def make_asgi_front(triton, token=None, lease_required=True):
+    return AsgiFront(handlers(triton), Access(token, 3 * 2**20, lease_required))
 
 
-both_fronts = pytest.mark.parametrize(
-    "make_front", [make_triton_front, make_direct_front], ids=FRONTENDS
-)
+@pytest.fixture(params=[make_triton_front, make_asgi_front], ids=FRONTENDS)
+def make_front(request):
+    return request.param
 
 
 @pytest.fixture
-def front(triton):
+def front(make_front, triton):
+    with contextlib.closing(make_front(triton)) as server:
+        yield server
+
+
+@pytest.fixture
+def triton_front(triton):
     with contextlib.closing(make_triton_front(triton)) as server:
         yield server
 
@@ -97,29 +107,28 @@ def ask(front, method, path, body=None, **headers):
             return 0, {}, b""
 
 
-def test_triton_gets_a_request_without_its_tensors(front, triton):
+def test_triton_gets_a_request_without_its_tensors(triton_front, triton):
     for columns in (1, 150_000):
         tokens = np.arange(2 * columns).reshape(2, columns)
         request = InferRequest(
             "critic_infer", {"tokens": tokens, "sequence_lengths": tokens[:, :1]}
         )
-        reply = Exchange(Peer(*front.address)).run(request, patience(20))
+        reply = Exchange(Peer(*triton_front.address)).run(request, patience(20))
         assert sorted(reply) == ["rewards", "values"]
         assert np.array_equal(reply["values"], tokens.astype(np.float32))
         method, path, body = triton.seen.pop()
         assert (method, path) == ("POST", INFER) and len(body) < 400
         assert b'"shape": [2, 1]' in body and body.endswith(bytes(2 * 8))  # for one tensor of two
-        front.wait_for_replies(5)  # its thread has just sent the last bytes
-    assert not front._passing
+        triton_front.wait_for_replies(5)  # its thread has just sent the last bytes
+    assert not triton_front._passing
 
 
-def test_a_request_that_triton_does_not_run_is_an_error(front, triton, monkeypatch):
+def test_a_request_that_triton_does_not_run_is_an_error(triton_front, triton, monkeypatch):
     monkeypatch.setattr(triton, "hand_over", lambda name: None)
-    status, _headers, reply = ask(front, "POST", INFER, INFER_BODY)
+    status, _headers, reply = ask(triton_front, "POST", INFER, INFER_BODY)
     assert status == 500 and b"Triton has not handed over a request to critic_infer" in reply
 
 
-@both_fronts
 def test_a_bad_request_is_an_error_of_its_own(make_front, triton):
     with contextlib.closing(make_front(triton)) as front:
         bad = json.dumps({"inputs": [TENSORS[0] | {"datatype": "FP32"}]}).encode()
@@ -157,7 +166,6 @@ def test_requests_in_line_are_told_that_the_server_stops(triton, monkeypatch):
     assert not front._passing
 
 
-@both_fronts
 def test_outputs_come_as_they_are_asked_for(make_front, triton):
     """All or some, as numbers in the JSON or as bytes behind it, with the id of the request."""
     with contextlib.closing(make_front(triton)) as front:
@@ -177,10 +185,10 @@ def test_outputs_come_as_they_are_asked_for(make_front, triton):
         assert status == 400 and "no output 'other'" in json.loads(reply)["error"]
 
 
-def test_descriptions_are_those_of_triton(front, triton):
+def test_descriptions_are_those_of_triton(triton_front, triton):
     for path in ("", "/health/ready", "/models/critic_save/config", "/models/critic_save"):
         path = f"/v2{path}"
-        assert ask(front, "GET", path)[0] == 200
+        assert ask(triton_front, "GET", path)[0] == 200
         assert triton.seen[-1] == ("GET", path, b"")
 
 
@@ -221,21 +229,22 @@ def test_what_must_not_enter_is_refused(front, triton, method, path, body, heade
     assert not triton.seen and not triton.handled
 
 
-def test_an_incomplete_reply_breaks_the_connection(front, triton):
+def test_an_incomplete_reply_breaks_the_connection(triton_front, triton):
     triton.cut_short = "/v2/health/live"
-    assert ask(front, "GET", "/v2/health/live")[0] == 0
+    assert ask(triton_front, "GET", "/v2/health/live")[0] == 0
 
 
-def test_without_triton_the_server_is_not_ready(front, triton):
+def test_without_triton_the_server_is_not_ready(triton_front, triton):
     triton.shutdown()
     triton.server_close()
-    status, _headers, reply = ask(front, "GET", "/v2/health/ready")
+    status, _headers, reply = ask(triton_front, "GET", "/v2/health/ready")
     assert status == 503 and "Server is not ready" in json.loads(reply)["error"]
 
 
-def test_too_many_connections_are_closed(triton, monkeypatch):
-    monkeypatch.setattr(front_module, "MOST_CONNECTIONS", 1)
-    with contextlib.closing(make_triton_front(triton)) as front:
+def test_too_many_connections_are_closed(make_front, triton, monkeypatch):
+    for module in (front_module, asgi_host):
+        monkeypatch.setattr(module, "MOST_CONNECTIONS", 1)
+    with contextlib.closing(make_front(triton)) as front:
         held = http.client.HTTPConnection(*front.address, timeout=patience(20))
         with contextlib.closing(held):
             held.connect()
@@ -244,6 +253,7 @@ def test_too_many_connections_are_closed(triton, monkeypatch):
 
 
 def test_a_connection_without_a_request_is_closed(front, monkeypatch):
+    monkeypatch.setattr(asgi_host, "FIRST_REQUEST_S", 0.2)
     monkeypatch.setattr(front_module._Handler, "timeout", 0.2)
     silent = http.client.HTTPConnection(*front.address, timeout=patience(20))
     with contextlib.closing(silent):
@@ -254,23 +264,21 @@ def test_a_connection_without_a_request_is_closed(front, monkeypatch):
 def test_a_taken_port_is_named(front):
     host, port = front.address
     with pytest.raises(UserError, match=f"{host}:{port}.*trainer.ppo.port"):
-        Front(host, port, [], Access())
+        Front(host, port, "unused", [], Access())
+    with pytest.raises(UserError, match=f"{host}:{port}.*trainer.ppo.port"):
+        AsgiFront([], Access(), port)
 
 
 TOKEN = "0123456789abcdef"
 
 
-def test_requests_bring_the_token(triton):
-    with contextlib.closing(make_triton_front(triton, TOKEN)) as front:
+def test_requests_bring_the_token(make_front, triton):
+    with contextlib.closing(make_front(triton, TOKEN)) as front:
         for path in ("/v2/health/live", "/v2/models/critic_save/ready", "/v2/nothing"):
             for credentials in ("", TOKEN, f"Bearer {TOKEN}0"):
                 given = {"Authorization": credentials} if credentials else {}
-                status, headers, reply = ask(front, "GET", path, **given)
-                assert (
-                    headers["Connection"] == "close"
-                    and status == 401
-                    and "token" in json.loads(reply)["error"]
-                )
+                status, _headers, reply = ask(front, "GET", path, **given)
+                assert status == 401 and "token" in json.loads(reply)["error"]
                 assert TOKEN.encode() not in reply
         for body in (b"{}", bytes(2**21), "ä".encode()):
             assert ask(front, "POST", INFER, body, Authorization="Bearer \xff")[0] == 401
@@ -278,9 +286,9 @@ def test_requests_bring_the_token(triton):
         assert ask(front, "POST", INFER, INFER_BODY, Authorization=f"Bearer {TOKEN}")[0] == 200
 
 
-def test_clients_send_the_token_and_say_which_one_is_asked_for(triton):
+def test_clients_send_the_token_and_say_which_one_is_asked_for(make_front, triton):
     """A request, a communicator and a fleet, with the right token and with others."""
-    with contextlib.closing(make_triton_front(triton, TOKEN)) as front:
+    with contextlib.closing(make_front(triton, TOKEN)) as front:
         address = front.address
         assert Peer(*address, TOKEN).status("/v2", patience(20)) == 200
         assert Peer(*address).status("/v2", patience(20)) == 401
@@ -343,7 +351,7 @@ def test_only_the_holder_of_the_lease_changes_the_server(front, triton):
 
 def test_a_silent_holder_loses_the_lease_to_the_next_one_only(front, monkeypatch):
     assert lease(front, "POST", A) == 200
-    monkeypatch.setattr(http_communicator, "LEASE_S", 0.0)
+    monkeypatch.setattr(connection_module, "LEASE_S", 0.0)
     monkeypatch.setattr(admission, "LEASE_S", 0.0)
     assert save(front, A)[0] == 200  # nobody else has asked
     # The reply is there a moment before the request is no longer worked on.
@@ -352,7 +360,7 @@ def test_a_silent_holder_loses_the_lease_to_the_next_one_only(front, monkeypatch
 
 
 def test_a_holder_whose_request_is_worked_on_keeps_the_lease(front, monkeypatch):
-    monkeypatch.setattr(http_communicator, "LEASE_S", 0.0)
+    monkeypatch.setattr(connection_module, "LEASE_S", 0.0)
     monkeypatch.setattr(admission, "LEASE_S", 0.0)
     assert lease(front, "POST", A) == 200
     with front.admission.leases.working_for(A):
@@ -360,8 +368,8 @@ def test_a_holder_whose_request_is_worked_on_keeps_the_lease(front, monkeypatch)
     assert lease(front, "POST", B) == 200
 
 
-def test_clients_without_a_lease_where_they_are_welcome(triton):
-    with contextlib.closing(make_triton_front(triton, lease_required=False)) as front:
+def test_clients_without_a_lease_where_they_are_welcome(make_front, triton):
+    with contextlib.closing(make_front(triton, lease_required=False)) as front:
         assert save(front)[0] == 200
         assert lease(front, "POST", A) == 200
         assert save(front)[0] == save(front, B)[0] == 403
@@ -378,23 +386,26 @@ def test_a_lease_whose_first_request_is_lost_is_asked_for_again(front, monkeypat
         raise ConnectionRefusedError
 
     monkeypatch.setattr(Peer, "ask", flaky)
-    taken = Lease(Peer(*front.address))
-    assert lost and save(front, taken.id)[0] == 200
-    taken.close()
+    connection = ServerConnection(Peer(*front.address), patience(20), "x")
+    connection.take_lease()
+    assert lost and save(front, connection._lease.id)[0] == 200
+    connection.close()
 
 
+@some_of("make_front", [make_asgi_front, make_triton_front], indirect=True)
 def test_a_client_takes_renews_and_gives_back_its_lease(front, monkeypatch):
-    monkeypatch.setattr(http_communicator, "RENEWAL_S", 0.05)
-    monkeypatch.setattr(http_communicator, "LEASE_S", 3.0)
+    monkeypatch.setattr(connection_module, "RENEWAL_S", 0.05)
+    monkeypatch.setattr(connection_module, "LEASE_S", 3.0)
     monkeypatch.setattr(admission, "LEASE_S", 3.0)
-    peer = Peer(*front.address)
-    first = Lease(peer)
+    connections = [ServerConnection(Peer(*front.address), patience(20), "x") for _ in range(2)]
+    first, second = connections
+    first.take_lease()
     time.sleep(3.5)
-    assert save(front, first.id)[0] == 200
+    assert save(front, first._lease.id)[0] == 200
     with pytest.raises(LeaseTakenError, match="another actor holds the lease"):
-        Lease(peer)
+        second.take_lease()
     first.close()
-    second = Lease(peer)
-    assert save(front, second.id)[0] == 200
+    second.take_lease()
+    assert save(front, second._lease.id)[0] == 200
     second.close()
     assert lease(front, "POST", A) == 200

@@ -13,11 +13,13 @@ import numpy as np
 import pytest
 
 from nemo_aligner.core.errors import ServerRequestError, UserError
-from nemo_aligner.servers import fleet, schema
-from nemo_aligner.servers.fleet import RESTART_REMEDY, ServerUnreachableError
+from nemo_aligner.servers import connection as connection_module
+from nemo_aligner.servers import http_communicator, schema
+from nemo_aligner.servers.connection import RESTART_REMEDY, ServerConnection
+from nemo_aligner.servers.exchange import Peer
 from nemo_aligner.servers.futures import PendingReply, SentRequest
-from nemo_aligner.servers.http_communicator import HTTPCommunicator
-from nemo_aligner.servers.schema import validate_reply
+from nemo_aligner.servers.http_communicator import HTTPCommunicator, ServerUnreachableError
+from nemo_aligner.servers.validation import validate_reply
 from tests.patience import patience, wait_until
 from tests.scripted_server import ScriptedServer, answer, failure, http
 
@@ -28,42 +30,41 @@ HANG_S = 100.0  # longer than anything here takes
 @pytest.fixture
 def fast(monkeypatch):
     """Silent servers are noticed in tenths of seconds."""
-    for name in ("PROBE_INTERVAL_S", "PROBE_TIMEOUT_S"):
-        monkeypatch.setattr(fleet, name, patience(0.1))
+    for name in ("PROBE_INTERVAL_S", "PROBE_TIMEOUT_S", "CLOSING_GRACE_S"):
+        monkeypatch.setattr(connection_module, name, patience(0.2))
 
 
 class Client:
     """A connection to a scripted server, with requests whose reward is their first token."""
 
     def __init__(self, server, inference_timeout_s=2 * HANG_S):
-        self.communicator = HTTPCommunicator(HANG_S, inference_timeout_s)
-        self.communicator.add_server_by_name("critic_infer", "127.0.0.1", server.port)
+        self.connection = ServerConnection(
+            Peer("127.0.0.1", server.port), inference_timeout_s, "remote_critic_rm"
+        )
 
     def __enter__(self):
         return self
 
     def __exit__(self, *_):
-        self.communicator.close()
+        self.connection.close()
 
     def send(self, value, alone=False, check=None):
         tokens = np.full((1, 3), value, np.int64)
-        return self.communicator.send_data_to_server(
-            "critic_infer", {"tokens": tokens}, not alone, check
-        )
+        return self.connection.submit("critic_infer", {"tokens": tokens}, alone, check)
 
 
-def rewards(pending):
-    return [float(each.result()["rewards"][0, 0]) for each in pending]
+def rewards(futures):
+    return [float(future.result(HANG_S)["rewards"][0, 0]) for future in futures]
 
 
 def test_wrong_port_is_one_clear_error_in_time(monkeypatch):
     lines = []
-    monkeypatch.setattr(fleet.logging, "info", lines.append)
-    monkeypatch.setattr(fleet, "PROGRESS_INTERVAL_S", 0.05)
+    monkeypatch.setattr(http_communicator.logging, "info", lines.append)
+    monkeypatch.setattr(http_communicator, "PROGRESS_INTERVAL_S", 0.05)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    communicator = HTTPCommunicator(init_timeout_s=2.0)
+    communicator = HTTPCommunicator(init_timeout_s=2.5)
     start = time.monotonic()
     with pytest.raises(ServerUnreachableError) as caught:
         communicator.create_http_communicator_from_dict({"critic_infer": ("127.0.0.1", port)})
@@ -78,8 +79,8 @@ def test_wrong_port_is_one_clear_error_in_time(monkeypatch):
 # ---- the order of requests ----
 
 
-def test_those_that_keep_their_place_are_sent_one_after_another():
-    """Also requests to several endpoints; others overlap with them."""
+def test_requests_overlap_except_those_that_keep_their_place():
+    """Requests 100 and 101 are alone at the server, between those around them."""
     events, lock = [], threading.Lock()
 
     def record(index, rewards):
@@ -93,11 +94,14 @@ def test_those_that_keep_their_place_are_sent_one_after_another():
 
     with ScriptedServer(record) as server, Client(server) as client:
         futures = [client.send(value) for value in range(3)]
-        futures += [client.send(value, alone=True) for value in (100, 101, 102)]
-        assert rewards(futures) == [0, 1, 2, 100, 101, 102]
-    in_order = [value for _, value in events if value >= 100]
-    assert in_order == [100, 100, 101, 101, 102, 102]
-    assert [what for what, _ in events[:4]] == ["begins"] * 4
+        futures += [client.send(100, alone=True), client.send(101, alone=True)]
+        futures += [client.send(value) for value in range(3, 6)]
+        assert rewards(futures) == [0, 1, 2, 100, 101, 3, 4, 5]
+    values = [value for _, value in events]
+    assert {*values[:6]} == {0, 1, 2} and {*values[10:]} == {3, 4, 5}
+    assert values[6:10] == [100, 100, 101, 101]
+    for side_by_side in (events[:3], events[10:13]):
+        assert [what for what, _ in side_by_side] == ["begins"] * 3
 
 
 # ---- failures: each is one error, and nothing is sent again ----
@@ -126,7 +130,7 @@ def test_a_failed_request_is_one_error_with_its_cause(script, words):
     with ScriptedServer(script) as server, Client(server) as client:
         future = client.send(1, alone=True)
         with pytest.raises(ServerRequestError) as caught:
-            future.result()
+            future.result(HANG_S)
         message = str(caught.value)
         assert message.startswith(f"request to critic_infer at 127.0.0.1:{server.port} failed: ")
         assert "\n" not in message
@@ -135,7 +139,7 @@ def test_a_failed_request_is_one_error_with_its_cause(script, words):
         assert (RESTART_REMEDY in message) == (RESTART_REMEDY in words)
         assert server.requests == 1
         with pytest.raises(ServerRequestError):
-            client.send(2).result()  # the next request is sent
+            client.send(2).result(HANG_S)  # the next request is sent
         assert server.requests == 2
 
 
@@ -144,7 +148,7 @@ def test_a_server_that_is_gone_is_named():
         assert rewards([client.send(7)]) == [7]
         server.stop()
         with pytest.raises(ServerRequestError) as caught:
-            client.send(8).result()
+            client.send(8).result(HANG_S)
     assert "ConnectionRefusedError" in str(caught.value)
     assert f"The server is gone. {RESTART_REMEDY}" in str(caught.value)
 
@@ -154,18 +158,18 @@ def test_a_server_that_falls_silent_is_given_up(fast):
         future = client.send(1, alone=True)
         waiting = client.send(2, alone=True)
         time.sleep(1.0)
-        assert not future.done(0)  # it answers probes
+        assert not future.done()  # it answers probes
         server.ready = None
         for each in (future, waiting):
             with pytest.raises(ServerRequestError, match="replies .[0-9] probes in a row"):
-                each.result()
+                each.result(HANG_S)
 
 
 def test_the_time_limit_ends_a_request_that_hangs():
     with ScriptedServer(lambda *_: None) as server, Client(server, 1.0) as client:
         words = r"got no reply within 1 s \(remote_critic_rm.inference_timeout_s\)"
         with pytest.raises(ServerRequestError, match=words):
-            client.send(1).result()
+            client.send(1).result(HANG_S)
 
 
 def test_values_of_nan_are_refused_with_the_address():
@@ -177,17 +181,38 @@ def test_values_of_nan_are_refused_with_the_address():
         server.script = lambda index, rewards: answer([[float("nan")]])
         words = f"critic_infer at 127.0.0.1:{server.port} failed: 'rewards' is nan in sample 0"
         with pytest.raises(ServerRequestError, match=words):
-            client.send(1, check=check).result()
+            client.send(1, check=check).result(HANG_S)
 
 
-def test_closing_fails_what_is_open(fast):
+def test_closing_fails_what_is_open_and_ends_all_threads(fast):
+    before = set(threading.enumerate())
     with ScriptedServer(lambda *_: None) as server:
         with Client(server) as client:
-            pending = client.send(1, alone=True), client.send(2, alone=True)
+            sent, waiting = client.send(1, alone=True), client.send(2)
             wait_until(lambda: server.requests, 10, "the first request")
-        for each in pending:
-            with pytest.raises(ServerRequestError, match="closed"):
-                each.result()
+        with pytest.raises(ServerRequestError, match="closed before the reply came"):
+            sent.result(HANG_S)
+        with pytest.raises(ServerRequestError, match="closed before it was sent"):
+            waiting.result(HANG_S)
+        with pytest.raises(ServerRequestError, match="this client is closed"):
+            client.send(3)
+        mine = [t for t in set(threading.enumerate()) - before if str(server.port) in t.name]
+        for thread in mine:
+            thread.join(patience(5))
+        assert not [thread for thread in mine if thread.is_alive()]
+
+
+# ---- several endpoints, and waiting ----
+
+
+def test_endpoints_at_one_address_share_a_connection():
+    with ScriptedServer() as server, HTTPCommunicator() as communicator:
+        address = ("127.0.0.1", server.port)
+        communicator.create_http_communicator_from_dict({"a": address, "b": address})
+        assert set(communicator.connections) == {"a", "b"}
+        assert len(set(communicator.connections.values())) == 1
+        reply = communicator.send_data_to_server("b", {"tokens": np.full((1, 3), 4)}).result()
+        assert reply["rewards"].tolist() == [[4.0]]
 
 
 def test_a_wait_in_vain_is_logged_with_the_address(monkeypatch):

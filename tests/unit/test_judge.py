@@ -21,9 +21,10 @@ from nemo_aligner.config.defaults import complete_config
 from nemo_aligner.config.server_rules import read_web_rewards
 from nemo_aligner.config.values import plain_dict
 from nemo_aligner.core.errors import ConfigError, LostPeerError, UserError
+from nemo_aligner.servers.judge import JudgeWorker
 from nemo_aligner.servers.ports import find_free_port
 from nemo_aligner.servers.reward_function import RewardFunction, RewardFunctionError
-from nemo_aligner.servers.web import JudgeWorker, RewardServers
+from nemo_aligner.servers.web import RewardServers
 from tests.hugging_face import SIZES
 from tests.json_server import JsonServer
 from tests.patience import patience, wait_until
@@ -132,6 +133,7 @@ def test_a_reply_that_was_cut_off_is_no_verdict(tmp_path):
     "reply, words, tries",
     [
         ((500, b'{"error": {"message": "no"}}'), "HTTP 500: .*no", 1),
+        ((302, b""), r"HTTP 302: .*elsewhere/\?\*\*\*", 1),
         ((200, b"<html>"), "something else than a chat completion: <html>", 3),
         ({"choices": [{"message": {"content": ["a"]}}]}, "than a chat completion", 3),
         (says(None), "score from least to most in ''", 3),

@@ -1,11 +1,9 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Free ports, ports that are taken, and the library that Triton needs."""
+"""Free ports, and ports that are taken."""
 
 import contextlib
-import os
 import socket
-import sysconfig
 
 import pytest
 
@@ -49,18 +47,3 @@ def test_a_free_port_is_found_although_others_are_taken(monkeypatch, tmp_path):
         last.bind(("127.0.0.1", 10017))
         last.listen()
         assert ports.find_free_port() not in taken
-
-
-def test_triton_environment_gets_the_library_path_once(monkeypatch):
-    monkeypatch.setenv("LD_LIBRARY_PATH", "/somewhere")
-    ports.prepare_triton_environment()
-    ports.prepare_triton_environment()
-    paths = os.environ["LD_LIBRARY_PATH"].split(":")
-    assert paths == [ports.find_libpython(), "/somewhere"]
-    assert os.path.exists(os.path.join(paths[0], sysconfig.get_config_var("INSTSONAME")))
-
-
-def test_triton_environment_refuses_a_python_without_shared_library(monkeypatch):
-    monkeypatch.setattr(ports, "find_libpython", lambda: None)
-    with pytest.raises(UserError, match="libpython.*--enable-shared"):
-        ports.prepare_triton_environment()

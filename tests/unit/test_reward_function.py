@@ -52,11 +52,16 @@ NAUGHTY = """
             return [float(len(bytearray(1 << 60)))]
         if word == "exit":
             sys.exit("enough")
+        if word == "print":
+            for _ in range(2000):
+                print("x" * 200)
+                print("\\u2192", file=sys.stderr)
+            return [1.0]
         returned = {
             "int": [3], "bool": [True], "numpy": np.array([2.5], dtype=np.float32),
-            "tuple": (np.int64(4),), "none": None, "nones": [None],
-            "two": [1.0, 2.0], "empty": [], "nan": [float("nan")],
-            "huge": [1e39], "bare": 1.0, "dict": {1: 1.0},
+            "tuple": (np.int64(4),), "none": None, "nones": [None], "string": "1",
+            "strings": ["1.0"], "two": [1.0, 2.0], "empty": [], "nan": [float("nan")],
+            "inf": [float("-inf")], "huge": [1e39], "bare": 1.0, "dict": {1: 1.0},
         }
         return returned[word] if word in returned else [float(word)]
 """
@@ -115,7 +120,9 @@ def forgiving(tmp_path):
 # ---- loading ----
 
 
-@pytest.mark.parametrize("spec", ["reward.py", "a/b.txt:score", "r.py:a-b"])
+@pytest.mark.parametrize(
+    "spec", ["reward.py", "reward:score", "a/b.txt:score", "reward.py:", ":score", "r.py:a-b"]
+)
 def test_a_spec_that_names_no_function(spec):
     with pytest.raises(ConfigError, match="write path/to/file.py:function"):
         RewardFunction(spec, None)
@@ -239,11 +246,14 @@ def test_numbers_of_any_kind_are_scores(naughty, word, score):
     [
         ("none", "it returned None, not a list with one number per sample"),
         ("bare", "it returned 1.0, not a list"),
+        ("string", "it returned '1', not a list"),
         ("dict", "it returned {1: 1.0}, not a list"),
         ("nones", "whose score is a NoneType"),
+        ("strings", "whose score is a str"),
         ("two", "it returned 2 scores for 1 sample: [1.0, 2.0]"),
         ("empty", "it returned 0 scores for 1 sample"),
         ("nan", "it returned [nan], which is not a finite number"),
+        ("inf", "it returned [-inf], which is not a finite number"),
         ("huge", "it returned [1e+39], which is not a finite number in float32"),
         ("raise", "KeyError: 'no such key'"),
         ("exit", "SystemExit: enough"),
@@ -313,6 +323,24 @@ def test_the_time_limit_is_for_each_sample_not_for_the_request(tmp_path):
     with served(tmp_path, text, timeout_s=3 * sample_s, fallback=0) as function:
         assert score_words(function, [str(sample_s)] * 12) == [1] * 12
         assert score_words(function, [str(sample_s), "50", str(sample_s)]) == [1, 0, 1]
+
+
+@pytest.mark.full
+def test_what_a_function_prints_is_shown_and_bounded(tmp_path):
+    """In a process of its own: the workers print to its output."""
+    write(tmp_path, NAUGHTY)
+    program = f"""
+import sys
+from nemo_aligner.servers.reward_function import RewardFunction
+with RewardFunction("{tmp_path}/reward.py:score", None, workers=1) as function:
+    print(function.score(["p"] * 3, ["print", "print", "7"], [1] * 3).tolist())
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, timeout=patience(60), cwd=ROOT
+    )
+    assert b"[1.0, 1.0, 7.0]" in done.stdout, done.stderr[-2000:]
+    assert b"x" * 200 in done.stdout and done.stdout.count(b"left out") == 1
+    assert len(done.stdout) < 25_000 and "\u2192".encode() in done.stderr
 
 
 @pytest.mark.full
@@ -480,16 +508,22 @@ def escaped(folder: Path) -> list[psutil.Process]:
     return [psutil.Process(pid) for pid in pids()]
 
 
-@pytest.mark.parametrize("how", ["stay", "sleep", "die"])
+@pytest.mark.parametrize("how", ["stay", "sleep"])
 def test_processes_in_sessions_of_their_own_end_with_the_worker(tmp_path, how):
-    """Stay: the server closes it later. Sleep: it is killed for its time limit. Die: it ends."""
+    """Stay: the server closes it later. Sleep: it is killed for its time limit."""
     with served(tmp_path, ESCAPED, timeout_s=patience(1.5), fallback=-1.0) as function:
         assert score_words(function, [how]) == [1.0 if how == "stay" else -1.0]
         started = escaped(tmp_path) if how == "stay" else []
         assert all(map(is_alive, started))
     pids = [int(path.name) for path in tmp_path.iterdir() if path.name.isdigit()]
-    assert len(pids) == 2 or how == "die"
-    assert wait_until(lambda: not any(map(psutil.pid_exists, pids)))
+    assert len(pids) == 2 and not any(map(psutil.pid_exists, pids))
+
+
+def test_processes_in_sessions_of_their_own_end_with_a_worker_that_ends_itself(tmp_path):
+    with served(tmp_path, ESCAPED, fallback=-1.0) as function:
+        assert score_words(function, ["die"]) == [-1.0]
+        pids = [int(path.name) for path in tmp_path.iterdir() if path.name.isdigit()]
+        assert wait_until(lambda: not any(map(psutil.pid_exists, pids)))
 
 
 @pytest.mark.full

@@ -27,7 +27,7 @@ from nemo_aligner.data.nlp import steerlm
 from nemo_aligner.data.nlp.datasets import LabelledPairDataset, RegressionRewardModelDataset
 from nemo_aligner.data.nlp.records import Records
 from nemo_aligner.servers import schema
-from nemo_aligner.servers.fleet import ServerUnreachableError
+from nemo_aligner.servers.http_communicator import ServerUnreachableError
 from nemo_aligner.servers.served_model import ServerMismatchError
 from nemo_aligner.synthetic import check_conversation
 from tests.data_sets import read
@@ -377,7 +377,7 @@ def test_a_client_of_rewards_refuses_a_server_of_attributes():
 
 @pytest.mark.parametrize("bad", [np.ones(3), np.ones((2, 2)), np.full((3, 2), np.nan)])
 def test_attributes_that_cannot_be_used_are_refused(bad):
-    from nemo_aligner.servers.schema import validate_reply
+    from nemo_aligner.servers.validation import validate_reply
 
     reply = {"rewards": bad.astype(np.float32)}
     with pytest.raises(schema.ReplyError):

@@ -24,7 +24,8 @@ class Server(Section):
     """What takes requests.
 
     frontend: **new**: what takes the requests. `triton`: Triton, behind a front of this package.
-        `asgi`: that front alone, without PyTriton ([jobs.md](jobs.md#servers-without-triton))
+        `asgi`: uvicorn, without PyTriton; needs `pip install 'nemo-aligner-mcore[asgi]'`
+        ([jobs.md](jobs.md#servers-without-triton))
     tls_certificate, tls_key: **new**: with `asgi`, PEM files of the certificate and the key with
         which the server encrypts; the key may be readable by you alone, and has no password. null:
         plain HTTP
