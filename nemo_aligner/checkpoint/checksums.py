@@ -61,9 +61,14 @@ class _Stream(io.FileIO):
 
     def close(self) -> None:
         """Close the file, which then survives a loss of power."""
-        if not self.closed:
-            os.fsync(self.fileno())
-        super().close()
+        try:
+            if not self.closed:
+                os.fsync(self.fileno())
+        except OSError as error:  # some file systems say only now that there is no room
+            self.failed(error)
+            raise
+        finally:
+            super().close()
 
 
 class ChecksummedFiles(FileSystem):

@@ -24,26 +24,23 @@ def folder_of(path: str, key: str) -> Path | None:
         return None
     scheme, name, revision = match.groups()
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
         return Path(
             snapshot_download(
-                name, revision=revision, allow_patterns=_FILES, local_files_only=scheme is None
+                name,
+                revision=revision,
+                allow_patterns=_FILES,
+                ignore_patterns="consolidated*",  # the same weights again
+                local_files_only=scheme is None,
             )
         )
-    except LocalEntryNotFoundError as error:
+    except Exception as error:  # of the network, the Hub or its licences, in many classes
         if scheme is None:
             command = f"hf download {name}" + (f" --revision {revision}" if revision else "")
             raise UserError(
                 f"{key}={path} does not exist, and no model of this name is in the local Hugging "
                 f"Face cache; give a path, run `{command}`, or write {HUB}{path}."
             ) from None
-        raise _not_downloaded(key, path, error.__cause__ or error) from error
-    except Exception as error:  # of the network, the Hub or its licences, in many classes
-        raise _not_downloaded(key, path, error) from error
-
-
-def _not_downloaded(key: str, path: str, error: BaseException) -> UserError:
-    first = str(error).partition("\n")[0]
-    return UserError(f"{key}={path} cannot be downloaded: {first}")
+        first = str(error.__cause__ or error).partition("\n")[0]
+        raise UserError(f"{key}={path} cannot be downloaded: {first}") from error

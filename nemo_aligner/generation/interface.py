@@ -21,7 +21,9 @@ from nemo_aligner.core.errors import ConfigError
 
 @dataclass(frozen=True)
 class GenerationParams:
-    """How to generate; `from_config` checks the values."""
+    """How to generate; `ConfigError`: a value that its key (`config/keys/rollouts.py`) cannot
+    have.
+    """
 
     max_length: int  # tokens to generate at most, the end token included
     min_length: int = 0  # tokens to generate before an end may follow
@@ -32,6 +34,19 @@ class GenerationParams:
     repetition_penalty: float = 1.0  # above 1, ids that the sample already has are less likely
     end_strings: tuple[str, ...] = ()  # end a response, as eos does; the response keeps them
     return_logprobs: bool = False
+
+    def __post_init__(self) -> None:
+        of_lengths = {"max_length": self.max_length, "min_length": self.min_length}
+        of_sampling = {
+            name: value
+            for name, value in vars(self).items()
+            if f"sampling_params.{name}" in _KEYS and name != "end_strings"
+        }
+        values = Values({"length_params": of_lengths, "sampling_params": of_sampling})
+        for key in _KEYS.values():
+            if values.has(key.name):
+                key.check(values)
+        values.at_most("length_params.min_length", "length_params.max_length")
 
     @property
     def changes_distribution(self) -> bool:
@@ -56,14 +71,11 @@ class GenerationParams:
             name: {key: value for key, value in section.items() if value is not None}
             for name, section in sections.items()
         }
-        values, (lengths, sampling) = Values(tree), tree.values()
-        for key in _KEYS.values():
-            key.check(values)
+        lengths, sampling = tree.values()
         if "max_length" not in lengths:
             raise ConfigError(
                 "length_params.max_length is missing: the tokens to generate at most."
             )
-        values.at_most("length_params.min_length", "length_params.max_length")
         strings = sampling.get("end_strings", ())
         if isinstance(strings, str) or not all(isinstance(s, str) and s for s in strings):
             shown = strings if isinstance(strings, str) else list(strings)

@@ -39,7 +39,7 @@ class PrometheusLogger:
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         for key, value in {**metrics, **({} if step is None else {"step": step})}.items():
-            name = PREFIX + re.sub(r"\W", "_", key)
+            name = PREFIX + re.sub(r"[^a-zA-Z0-9_]", "_", key)
             if name not in self._gauges:
                 self._gauges[name] = Gauge(name, key, registry=self._registry)
             self._gauges[name].set(value)

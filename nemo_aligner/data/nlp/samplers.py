@@ -53,6 +53,12 @@ class BatchSampler:
                 "rollout_micro_batch_size or val_rollout_micro_batch_size) x "
                 f"{data_parallel_size} data-parallel rank(s). Change one of them."
             )
+        if consumed_samples < 0:
+            raise UserError(f"consumed_samples={consumed_samples}: it counts from 0.")
+        if not 0 <= data_parallel_rank < data_parallel_size:
+            raise ValueError(
+                f"data_parallel_rank={data_parallel_rank} of {data_parallel_size} ranks"
+            )
         if drop_last:
             if total_samples < global_batch_size:
                 raise UserError(
