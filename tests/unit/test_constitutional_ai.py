@@ -460,7 +460,7 @@ def test_what_cannot_be_done_is_said_before_anything_is_asked(tmp_path, monkeypa
             (["--sys-prompt-constitution-file-path=none"], "none does not exist"),
             (["trainer.devices=2"], "settings of the engine, which needs --model"),
             (["a.nemo"], "a.nemo: neither an option nor key=value"),
-            (["--user_format=hello", "--model=none.nemo"], "none.nemo"),
+            (["--user_format=hello"], "--user_format 'hello' must hold {MESSAGE} once"),
         ]:
             given = rl_arguments(tmp_path, server, judging, *more)
             assert words in run(RL, monkeypatch, capsys, *given, folder=CAI)

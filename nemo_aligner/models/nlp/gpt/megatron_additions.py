@@ -88,11 +88,10 @@ class TwoRotations(torch.nn.Module):
         return torch.cat([whole, local], -1)
 
 
-def change_layer(layer: ModuleSpec, config: TransformerConfig, capped_attention: type) -> None:
+def change_layer(layer: ModuleSpec, config: GPTConfig, capped_attention: type) -> None:
     """Change the specification of a layer, Transformer Engine's or a local one; the former has no
     `capped_attention`.
     """
-    assert isinstance(config, GPTConfig)
     submodules: Any = layer.submodules
     attention = submodules.self_attention.submodules
     if config.qk_layernorm_all_heads:

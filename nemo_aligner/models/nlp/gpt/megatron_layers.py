@@ -194,7 +194,9 @@ def compute_logits_batch_first(model: Any) -> None:
     model.output_layer.register_forward_hook(as_expected)
 
 
-def build_layer_spec(config: GPTConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
+def build_layer_spec(
+    config: TransformerConfig, vp_stage: int | None = None
+) -> TransformerBlockSubmodules:
     """Layers of a GPT for this stage: Transformer Engine's if it is available, else local ones."""
     engine = use_transformer_engine()
     block = get_gpt_decoder_block_spec(
@@ -204,10 +206,11 @@ def build_layer_spec(config: GPTConfig, vp_stage: int | None = None) -> Transfor
         block.layer_norm = LocalNorm
         for layer in block.layer_specs:
             _use_our_parts(layer, config)
-    for layer in block.layer_specs:
-        change_layer(layer, config, SDPAttention)
-    if not config.layernorm_bias:
-        block.layer_norm = LocalNorm
+    if isinstance(config, GPTConfig):  # else one of Megatron Core, with its layers
+        for layer in block.layer_specs:
+            change_layer(layer, config, SDPAttention)
+        if not config.layernorm_bias:
+            block.layer_norm = LocalNorm
     return block
 
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from nemo_aligner.models.nlp.gpt.megatron_config import GPTConfig
 from nemo_aligner.parallel.cpu_operations import rms_norm
 
 
@@ -59,7 +59,7 @@ class LocalNorm:
     """
 
     def __new__(  # type: ignore[misc]  # gives PyTorch's own class
-        cls, config: GPTConfig, hidden_size: int, eps: float = 1e-5, **_kwargs: Any
+        cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_kwargs: Any
     ) -> torch.nn.Module:
         norm_class: type[torch.nn.Module]
         if config.layernorm_zero_centered_gamma:
@@ -67,7 +67,8 @@ class LocalNorm:
         else:
             kinds = {"LayerNorm": torch.nn.LayerNorm, "RMSNorm": RMSNorm}
         norm_class = kinds[config.normalization]
-        without_bias = config.normalization == "LayerNorm" and not config.layernorm_bias
+        has_bias = getattr(config, "layernorm_bias", True)  # of `GPTConfig`
+        without_bias = config.normalization == "LayerNorm" and not has_bias
         norm = norm_class(hidden_size, eps=eps, **({"bias": False} if without_bias else {}))
         for parameter in norm.parameters():
             setattr(parameter, "sequence_parallel", config.sequence_parallel)  # noqa: B010
