@@ -107,7 +107,7 @@ def to_nemo(source: Path, target: Path, options: Options) -> None:
         raise UserError(f"{source} is not a Hugging Face folder: it has no {forms.HF_CONFIG}.")
     section = reading.model_section(source)
     weights = reading.weights(source)
-    if "tokenizer" in section:
+    if OmegaConf.select(section, "tokenizer.library"):
         ids = build_tokenizer(complete_model(section).tokenizer).vocab_size
         if ids > section.override_vocab_size:
             raise UserError(

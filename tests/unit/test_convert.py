@@ -94,6 +94,14 @@ def test_there_and_back_gives_the_same_bits(write_folder, tmp_path, name):
     assert before | ({} if configs[0].get("eos_token_id") else {"eos_token_id": 299}) == after
 
 
+def test_a_folder_without_a_tokenizer_is_converted(write_folder, tmp_path):
+    folder = write_folder(hugging_face.randomized(hugging_face.FOLDERS["Llama 2"]))
+    hugging_face.edit_json(folder / "config.json", eos_token_id=7)
+    for file in folder.glob("tokenizer*"):
+        file.unlink()
+    assert convert("hf-to-nemo", folder, tmp_path / "out.nemo") == 0
+
+
 @some_of(
     ("name", "kind"),
     [
