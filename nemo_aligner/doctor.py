@@ -186,8 +186,8 @@ def gpu_names(torch: ModuleType) -> list[str]:
 
 def cuda(torch: ModuleType | None, gpus: list[str]) -> Finding:
     """Whether torch can use the GPUs of this machine."""
-    if gpus:
-        return Finding(OK, "CUDA", f"{torch.version.cuda}, {len(gpus)} x {gpus[0]}")  # type: ignore[union-attr]
+    if torch is not None and gpus:
+        return Finding(OK, "CUDA", f"{torch.version.cuda}, {len(gpus)} x {gpus[0]}")
     if not (os.path.exists("/dev/nvidiactl") or shutil.which("nvidia-smi")):
         return Finding(OK, "CUDA", "no NVIDIA GPU: jobs run on the CPU")
     build = torch.version.cuda if torch is not None else None

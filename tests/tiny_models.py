@@ -24,6 +24,16 @@ LLAMA_LIKE = {
     "num_query_groups": 2,
     "share_embeddings_and_output_weights": False,
 }
+# Norms behind attention and MLP, those of queries and keys over all heads, another rotation in the
+# layers with a window (OLMo 3)
+NORMS_AFTER = {
+    "norm_position": "after",
+    "qk_layernorm": True,
+    "qk_layernorm_all_heads": True,
+    "window_size": [3, 0],
+    "window_attn_skip_freq": 2,
+    "rotary_base_local": 100.0,
+}
 # A section `model.ppo`
 PPO = {
     "entropy_bonus": 0.01,

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from nemo_aligner.training.megatron_steps import forward_collect
 from tests.distributed.launcher import progress, run_ranks
 from tests.distributed.test_quick_splits import actor_of, update, updates
-from tests.tiny_models import tiny_config
+from tests.tiny_models import NORMS_AFTER, tiny_config
 
 DENSE = {
     "num_layers": 3,
@@ -38,16 +38,7 @@ YARN = {
     "yarn_rotary_scaling_factor": 4.0,
     "yarn_original_max_position_embeddings": 16,
 }
-# Norms behind attention and MLP, those of queries and keys over all heads (OLMo 3).
-AFTER = YARN | {
-    "num_layers": 4,
-    "norm_position": "after",
-    "qk_layernorm": True,
-    "qk_layernorm_all_heads": True,
-    "window_size": [3, 0],
-    "window_attn_skip_freq": 2,
-    "rotary_base_local": 100.0,
-}
+AFTER = YARN | NORMS_AFTER | {"num_layers": 4}
 BESIDE = {  # Cohere
     "num_layers": 4,
     "normalization": "layernorm",

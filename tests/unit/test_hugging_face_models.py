@@ -4,10 +4,8 @@
 
 import pytest
 import torch
-import transformers
 from omegaconf import OmegaConf
 
-from nemo_aligner.checkpoint.hugging_face.architectures import ARCHITECTURES
 from nemo_aligner.config.schema import ARCHITECTURE_KEYS
 from nemo_aligner.generation import GenerationParams, MegatronGenerator
 from nemo_aligner.launch.model_loading import load_and_override_model_config, load_from_nemo
@@ -34,13 +32,8 @@ def build(tiny_tokenizer_dir, write_folder):
 
     def build(name):
         hf = hugging_face.build(name)
-        folder = write_folder(hf)
-        if hf.config.model_type not in ARCHITECTURES:  # its weights have the names of Llama's
-            transformers.LlamaConfig(**hugging_face.SIZES, rms_norm_eps=1e-6).save_pretrained(
-                folder
-            )
         job = OmegaConf.create({"micro_batch_size": 2, "precision": 32})
-        source = load_from_nemo(MegatronGPTModel, job, None, restore_path=folder)
+        source = load_from_nemo(MegatronGPTModel, job, None, restore_path=write_folder(hf))
         model = MegatronGPTModel(tiny_config(tiny_tokenizer_dir, **hugging_face.MODELS[name].keys))
         assert model.padded_vocab_size == hugging_face.VOCAB
         model.unwrapped()[0].load_state_dict(source.unwrapped()[0].state_dict())

@@ -24,7 +24,7 @@ def roles(jobset):
 
 def test_its_commands_are_jobs(monkeypatch, tmp_path):
     text = (ROOT / "scripts" / "kubernetes" / "ppo.yaml").read_text()
-    jobset = yaml.safe_load(text.replace("/work", str(tmp_path)))
+    jobset = yaml.safe_load(text.replace("/data", str(tmp_path)))
     for name in ("sft.nemo", "rm.nemo"):
         (tmp_path / name).mkdir()
     monkeypatch.setenv("NEMO_ALIGNER_TOKEN", 64 * "0")

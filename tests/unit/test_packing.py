@@ -17,7 +17,7 @@ from nemo_aligner.models.nlp.gpt.gpt_sft_model import GPTSFTModel
 from nemo_aligner.parallel.device import get_device
 from tests.cases import some_of
 from tests.data_sets import sft
-from tests.tiny_models import tiny_config
+from tests.tiny_models import NORMS_AFTER, tiny_config
 
 LINES = [
     ("the film", "was a joy"),
@@ -132,15 +132,7 @@ def test_loss_and_gradient_are_those_of_the_examples_alone(
     }
     more = {
         "window": {"window_size": [3, 0]},
-        "norms after": {
-            "norm_position": "after",
-            "qk_layernorm": True,
-            "qk_layernorm_all_heads": True,
-            "window_size": [3, 0],
-            "window_attn_skip_freq": 2,
-            "rotary_base_local": 100.0,
-            "attn_logit_softcapping": 0.5,
-        },
+        "norms after": NORMS_AFTER | {"attn_logit_softcapping": 0.5},
         "beside": {"parallel_attention": True},
         "recomputed": recomputation,
         "selective": {"activations_checkpoint_granularity": "selective"},

@@ -392,10 +392,6 @@ REFUSED = {
         "it reads images; a folder of its text model alone can be used",
     ),
     **dict.fromkeys(
-        ("olmo", "cohere", "falcon", "gpt_neox", "phi", "granitemoe", "glm4_moe", "ernie4_5"),
-        "nobody has described its layers yet; one table in architectures.py would",
-    ),
-    **dict.fromkeys(
         ("mamba2", "jamba", "bamba", "nemotron_h", "qwen3_next", "granitemoehybrid"),
         "its layers are not those of a transformer alone",
     ),
