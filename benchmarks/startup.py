@@ -81,7 +81,7 @@ PARTS = (
     ("critic", "Triton", "critic.log", "critic server: serving"),
     ("actor", "imports", "actor.log", "*** configuration ***"),
     ("actor", "model and optimizer", "actor.log", "learning rate decay style"),
-    ("actor", "wait for the critic", "actor.log", "connected to critic_save"),
+    ("actor", "wait for the critic", "actor.log", "connected: critic_save"),
     ("actor", "first step", "actor/metrics.jsonl", "train_rollouts/rewards"),
 )
 

@@ -1,9 +1,13 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Requests to a server that has a state, the critic: each goes to one start of one server only.
+"""Requests of this process to servers. Those to a server that has a state, the critic, go to one
+start of one server only; what replies alike is a fleet of them (fleet.py).
+
+Each sending has its own thread and connection (exchange.py), and every request ends with exactly
+one reply or one error.
 
 A critic that was restarted has the weights of its last checkpoint, and how much of a train request
-it had applied is unknown: the remedy is to resume both jobs. (For reward models see fleet.py.)
+it had applied is unknown: the remedy is to resume both jobs.
 
 * A request whose connection breaks or is silent, or whose reply is cut short, is sent again after
   each of RETRY_PAUSES_S: the server does nothing twice (an update has its `request_id`). A server
@@ -19,15 +23,13 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
 from nemo.utils import logging
 
 from nemo_aligner.core.errors import LostPeerError, ServerRequestError, UserError
 from nemo_aligner.servers.exchange import (
-    INSTANCE_HEADER,
     LEASE_HEADER,
     LEASE_PATH,
     LEASE_S,
@@ -61,13 +63,46 @@ RESTART_REMEDY = (
 
 
 @dataclass(eq=False)
-class _Request:
-    parts: list[InferRequest]  # sent one after another; several if the server takes few samples
-    finish: Callable[[list[Arrays]], Arrays]  # makes and checks the reply
-    alone: bool  # nothing else is in flight beside it
-    repeatable: bool  # the server does nothing twice if it gets a part twice
-    exchange: Exchange
+class Request:
+    title: str  # of the model, for messages
+    data: Arrays
+    endpoint: Endpoint | None  # schema of `data` and the reply; None: they stay as they are
+    check: Callable[[Arrays], None] | None  # of the reply
+    # The model, and what is sent to it, one after another; None: they depend on the server.
+    served: ServedModel | None = None
+    parts: list[InferRequest] | None = None
+    headers: dict[str, str] = field(default_factory=dict)
+    alone: bool = False  # nothing else is in flight beside it
+    repeatable: bool = False  # the server does nothing twice if it gets a part twice
     future: "concurrent.futures.Future[Arrays]" = field(default_factory=concurrent.futures.Future)
+    exchange: Exchange | None = None  # while it is in flight; its other replies are ignored
+    # In fleets: when it last joined the queue, and servers that (almost) ended while they had it.
+    since: float = field(default_factory=time.monotonic)
+    lost: int = 0
+    timed_out: bool = False
+    is_trial: bool = False  # asks a server that hung for a score
+
+
+@dataclass(eq=False)
+class Server:
+    """The state of one server; guarded by the lock of its connection or fleet."""
+
+    peer: Peer
+    missed: int = 0  # probes in a row
+    in_flight: set[Request] = field(default_factory=set)
+    # ---- in fleets ----
+    turn: int = 0  # the lower, the longer ago it was used
+    available: bool = False
+    seen: bool = False  # it was available at some time
+    state: str = "no reply"
+    served: ServedModel | None = None  # as it described itself; None while left out
+    hung: bool = False  # wait for a score, or until it was restarted
+    pause: float = 0.0  # how long it is left out at least, the next time
+    out_until: float = 0.0
+    wake: bool = True  # probe now
+
+    def __str__(self) -> str:
+        return str(self.peer)
 
 
 class ServerConnection:
@@ -75,171 +110,175 @@ class ServerConnection:
 
     Requests go out side by side. One sent alone waits for the replies to all earlier ones, and
     later ones wait for its reply: the server sees a train request before all submitted after it.
-    `inference_timeout_s`: of one request, once it is sent; `setting`: its section, for messages.
+    `inference_timeout_s`: of one request, once it is sent; `section`: its section, for messages.
     """
 
-    def __init__(self, peer: Peer, inference_timeout_s: float, setting: str):
-        self.peer = peer
-        self.inference_timeout_s, self.setting = inference_timeout_s, setting
+    grace_s = CLOSING_GRACE_S
+
+    def __init__(self, servers: Sequence[Server], inference_timeout_s: float, section: str):
+        self.servers, self.section = servers, section
+        self.inference_timeout_s = inference_timeout_s
         self._lease: Lease | None = None
-        self._waiting: deque[_Request] = deque()
-        self._in_flight: set[_Request] = set()
+        self._waiting: deque[Request] = deque()
         self._lock = threading.Condition()
         self._closed = False
-        self._watcher = in_thread(f"watcher of {peer}", self._watch)
+        self._monitors = [in_thread(f"monitor of {s}", self._monitor, s) for s in servers]
 
     def take_lease(self) -> None:
         """Become the client that may change the server; `LeaseTakenError` if another one is."""
         if self._lease is None:
-            self._lease = Lease(self.peer)
+            self._lease = Lease(self.servers[0].peer)
 
-    def submit(
-        self,
-        endpoint: str,
-        data: Mapping[str, np.ndarray],
-        alone: bool,
-        check: Callable[[Arrays], None] | None = None,
-        forms: tuple[Endpoint, ServedModel] | None = None,
-    ) -> "concurrent.futures.Future[Arrays]":
-        """As `HTTPCommunicator.send_data_to_server`, with the future of the reply. `alone`: keep
-        the order (see the class). `forms`: the schema of `data` and of the reply, and the server's
-        own description, which the request is made to fit; None sends `data` as it is.
-        """
-        headers: dict[str, str] = {}
-        repeatable = False
-        if forms is None:
-            parts = [InferRequest(endpoint, data)]
-        else:
-            schema, served = forms
-            parts = fit_requests(served, schema, dict(data))
-            if served.instance is not None:
-                headers[INSTANCE_HEADER] = served.instance
-                repeatable = "request_id" in data or not served.lists("request_id")
+    def send(self, request: Request) -> "concurrent.futures.Future[Arrays]":
+        """Queue a request; returns its future at once."""
         if self._lease is not None and self._lease.id is not None:
-            headers[LEASE_HEADER] = self._lease.id
-
-        def finish(replies: list[Arrays]) -> Arrays:
-            reply = replies[0] if forms is None else merge_replies(forms[0], replies)
-            if check is not None:
-                check(reply)
-            return reply
-
-        exchange = Exchange(self.peer, headers, INSTANCE_HEADER in headers)
-        request = _Request(parts, finish, alone, repeatable, exchange)
+            request.headers[LEASE_HEADER] = self._lease.id
         with self._lock:
             if self._closed:
-                raise ServerRequestError(f"{endpoint} at {self.peer}: this client is closed")
+                raise ServerRequestError(f"{request.title}: this client is closed")
             self._waiting.append(request)
             self._dispatch()
+            self._lock.notify_all()
         return request.future
 
     def close(self) -> None:
-        """Refuse new requests; those in flight get CLOSING_GRACE_S, then they fail."""
+        """Refuse new requests; those in flight get `grace_s`, then they fail."""
         with self._lock:
             self._closed = True
             while self._waiting:
-                self._fail(self._waiting.popleft(), "this client was closed before it was sent")
+                self._fail(self._waiting.popleft(), "was not sent: this client was closed")
             self._lock.notify_all()
-            self._lock.wait_for(lambda: not self._in_flight, CLOSING_GRACE_S)
-            for request in self._in_flight:
-                self._fail(request, "this client was closed before the reply came")
-                request.exchange.abort()
-        self._watcher.join(1.0)
+            self._lock.wait_for(lambda: not any(s.in_flight for s in self.servers), self.grace_s)
+            for server in self.servers:
+                for request in self._take_back(server):
+                    self._fail(request, "has no reply: this client was closed")
+        deadline = time.monotonic() + 1.0
+        for thread in self._monitors:
+            thread.join(max(0.0, deadline - time.monotonic()))
         if self._lease is not None:
             self._lease.close()
 
     # ---- callers hold the lock ----
 
-    def _dispatch(self) -> None:
-        while self._waiting and len(self._in_flight) < MAX_IN_FLIGHT:
-            alone = self._waiting[0].alone or any(other.alone for other in self._in_flight)
-            if self._in_flight and alone:
-                return
-            request = self._waiting.popleft()
-            try:
-                in_thread(f"request to {self.peer}", self._send, request)
-            except RuntimeError as error:  # no thread to be had
-                self._fail(request, f"was not sent: {error}")
-                continue
-            self._in_flight.add(request)
-            self._lock.notify_all()
+    def _place(self, request: Request) -> Server | None:
+        """The server that gets the first request of the queue now."""
+        others = self.servers[0].in_flight
+        alone = request.alone or any(other.alone for other in others)
+        return None if len(others) >= MAX_IN_FLIGHT or (others and alone) else self.servers[0]
 
-    def _fail(
-        self, request: _Request, why: str, kind: type[ServerRequestError] = ServerRequestError
-    ) -> None:
-        settle(
-            request.future, kind(f"request to {request.parts[0].endpoint} at {self.peer} {why}")
-        )
+    def _settle(self, request: Request, server: Server, outcome: Arrays | Exception) -> None:
+        settle(request.future, outcome)
+
+    def _dispatch(self) -> None:
+        while self._waiting and not self._closed and (server := self._place(self._waiting[0])):
+            self._launch(self._waiting.popleft(), server)
+
+    def _launch(self, request: Request, server: Server) -> None:
+        served = request.served or server.served
+        assert served is not None
+        heartbeat = served.instance is not None
+        exchange = request.exchange = Exchange(server.peer, request.headers, heartbeat)
+        try:
+            in_thread(f"request to {server}", self._send, request, exchange, server, served)
+        except RuntimeError as error:  # no thread to be had
+            self._fail(request, f"was not sent: {error}")
+        else:
+            server.in_flight.add(request)
+
+    def _take_back(self, server: Server) -> list[Request]:
+        """The requests in flight at `server`, given up there."""
+        requests = list(server.in_flight)
+        server.in_flight.clear()
+        for request in requests:
+            assert request.exchange is not None  # it is in flight
+            request.exchange.abort()
+            request.exchange = None
+        return requests
+
+    def _fail(self, request: Request, why: str) -> None:
+        settle(request.future, ServerRequestError(f"request to {request.title} {why}"))
+
+    def _wait_to_probe(self, server: Server) -> None:
+        """Return when it is time, or this is closed. A server without requests is not probed."""
+        over = lambda: self._closed or not server.in_flight
+        while self._lock.wait_for(over, PROBE_INTERVAL_S) and not self._closed:
+            server.missed = 0
+            self._lock.wait_for(lambda: self._closed or server.in_flight)
+
+    def _note_probe(self, server: Server, status: int | None) -> None:
+        server.missed = 0 if status == 200 else server.missed + 1
+        if server.missed >= MAX_MISSED_PROBES:
+            why = f"the server no longer replies ({server.missed} probes in a row)"
+            for request in self._take_back(server):
+                text = f"request to {request.title} failed: {why}. {RESTART_REMEDY}"
+                settle(request.future, LostPeerError(text))
+            server.missed = 0
 
     # ---- threads ----
 
-    def _send(self, request: _Request) -> None:
-        failure = None
+    def _send(
+        self, request: Request, exchange: Exchange, server: Server, served: ServedModel
+    ) -> None:
+        outcome: Arrays | Exception
         try:
-            reply = request.finish([self._run(request, part) for part in request.parts])
+            parts = request.parts or fit_requests(served, request.endpoint, request.data)
+            replies = [self._run(request, exchange, part) for part in parts]
+            outcome = merge_replies(request.endpoint, replies)
+            if request.check is not None:
+                request.check(outcome)
         except Exception as error:
-            failure = self._explain(error)  # asks the server, so before the lock is taken
+            outcome = self._explain(request, error)
         with self._lock:
-            if failure is None:
-                settle(request.future, reply)
-            else:
-                self._fail(request, *failure)
-            self._in_flight.discard(request)
-            self._dispatch()
-            self._lock.notify_all()
+            if request.exchange is exchange:  # else it was taken back
+                server.in_flight.discard(request)
+                self._settle(request, server, outcome)
+                self._dispatch()
+                self._lock.notify_all()
 
-    def _run(self, request: _Request, part: InferRequest) -> Arrays:
-        for pause in RETRY_PAUSES_S:
+    def _run(self, request: Request, exchange: Exchange, part: InferRequest) -> Arrays:
+        for pause in RETRY_PAUSES_S if request.repeatable else ():
             try:
-                return request.exchange.run(part, self.inference_timeout_s)
+                return exchange.run(part, self.inference_timeout_s)
             except ConnectionLostError as error:
-                refused = isinstance(error.__cause__, ConnectionRefusedError)
-                if refused or not request.repeatable or request.future.done():
+                if isinstance(error.__cause__, ConnectionRefusedError) or request.future.done():
                     raise
-                logging.warning(f"{part.endpoint} at {self.peer}: {error}. Sending it again.")
+                logging.warning(f"{request.title}: {error}. Sending it again.")
             time.sleep(pause)
-        return request.exchange.run(part, self.inference_timeout_s)
+        return exchange.run(part, self.inference_timeout_s)
 
-    def _explain(self, error: Exception) -> tuple[str, type[ServerRequestError]]:
-        """What went wrong, and the remedy where the server has ended; and the kind of error."""
-        is_alive, key = self._is_alive(), f"{self.setting}.inference_timeout_s"
+    def _explain(self, request: Request, error: Exception) -> Exception:
+        """What went wrong, and the remedy where the server has ended."""
+        what, is_alive = f"request to {request.title}", self._probe(self.servers[0]) == 200
         if isinstance(error, NoReplyInTimeError) and is_alive:
-            why = f"got {error} ({key}), although the server is up. Raise {key} if the server"
-            return f"{why} needs longer, else look into its log: it hangs.", LostPeerError
-        why = f"failed: {type_and_message(error)}"
+            key = f"{self.section}.inference_timeout_s"
+            return LostPeerError(
+                f"{what} got {error} ({key}), although the server is up. Raise {key} if the "
+                "server needs longer, else look into its log: it hangs."
+            )
+        why = f"{what} failed: {type_and_message(error)}"
         if not is_alive:
-            return f"{why}. The server is gone. {RESTART_REMEDY}", LostPeerError
+            return LostPeerError(f"{why}. The server is gone. {RESTART_REMEDY}")
         if isinstance(error, ConnectionLostError | NotServingError):
-            return f"{why}. {RESTART_REMEDY}", LostPeerError
-        return why, ServerRequestError
+            return LostPeerError(f"{why}. {RESTART_REMEDY}")
+        return ServerRequestError(why)
 
-    def _watch(self) -> None:
-        """Thread: probe the server while requests are in flight; fail them when it is silent."""
-        missed = 0
-        while True:
+    def _monitor(self, server: Server) -> None:
+        while not self._closed:
             with self._lock:
-                self._lock.wait_for(lambda: self._closed or self._in_flight)
-                self._lock.wait_for(lambda: self._closed or not self._in_flight, PROBE_INTERVAL_S)
-                if self._closed:
-                    return
-                if not self._in_flight:
-                    missed = 0
-                    continue
-            missed = 0 if self._is_alive() else missed + 1
-            if missed < MAX_MISSED_PROBES:
-                continue
-            why = f"failed: the server no longer replies ({missed} probes in a row)."
+                self._wait_to_probe(server)
+            status = None if self._closed else self._probe(server)
             with self._lock:
-                for request in self._in_flight:
-                    self._fail(request, f"{why} {RESTART_REMEDY}", LostPeerError)
-                    request.exchange.abort()
-            missed = 0
+                if not self._closed:
+                    self._note_probe(server, status)
+                    self._dispatch()
+                    self._lock.notify_all()
 
-    def _is_alive(self) -> bool:
+    def _probe(self, server: Server) -> int | None:
+        """HTTP status of a probe; None: no reply."""
         try:
-            return self.peer.status("/v2/health/live", PROBE_TIMEOUT_S) == 200
+            return server.peer.status("/v2/health/live", PROBE_TIMEOUT_S)
         except UntrustedServerError:
-            return False
+            return None
 
 
 class LeaseTakenError(UserError):

@@ -32,11 +32,10 @@ from nemo_aligner.servers.futures import (
     get_future_result,
     try_on_source,
 )
-from nemo_aligner.servers.http_communicator import ServerUnreachableError
 from nemo_aligner.servers.payloads import training_payload, used_values
 from nemo_aligner.servers.schema import Arrays
 from nemo_aligner.servers.scoring_clients import RemoteClient, RewardModels, ScoreSource
-from nemo_aligner.servers.served_model import ADDITIONS, ServerMismatchError
+from nemo_aligner.servers.served_model import ADDITIONS
 from nemo_aligner.servers.validation import validate_outcome, validate_reply
 
 # In place of a reply, on rank 0: of a server without `critic_status`, and of a lease.
@@ -155,7 +154,7 @@ class RemoteGPTRMCriticClient(RemoteClient):
         try:
             self.communicator.create_http_communicator_from_dict(servers, endpoints)
             StatusFuture(try_on_source(take_lease, 0)).result()
-        except (ServerUnreachableError, ServerMismatchError, ServerRequestError):
+        except (UserError, ServerRequestError):
             self.close()
             raise
         self.communicator.print_server_dict()

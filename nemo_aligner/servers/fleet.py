@@ -4,10 +4,9 @@
 until it returns.
 
 Every request waits in one queue until a server has room for it; it goes to the available server
-with the fewest requests in flight, and among equals to the one used longest ago. Each sending has
-its own thread and connection (exchange.py). A monitor thread per server asks every few seconds
-whether the model is ready there: one "ready" takes the server (back) in. Scoring changes nothing,
-so a request may be sent again, and every request ends with exactly one reply or one error.
+with the fewest requests in flight, and among equals to the one used longest ago. Every few seconds
+each is asked whether the model is ready there: one "ready" takes the server (back) in. Scoring
+changes nothing, so a request may be sent again.
 
 What happens when a server dies, by moment:
 
@@ -32,38 +31,33 @@ Only one rank of each model-parallel group holds a fleet (scoring_clients.py).
 """
 
 import concurrent.futures
+import functools
+import itertools
 import ssl
-import threading
 import time
-from collections import deque
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 
 import numpy as np
 from nemo.utils import logging
 
 from nemo_aligner.config.server_rules import RewardModelSpec
-from nemo_aligner.core.errors import LostPeerError, ServerRequestError
-from nemo_aligner.servers.connection import RESTART_REMEDY
+from nemo_aligner.core.errors import LostPeerError, ServerRequestError, UserError
+from nemo_aligner.servers.connection import RESTART_REMEDY, Request, Server, ServerConnection
 from nemo_aligner.servers.exchange import (
     MAX_MISSED_PROBES,
     ConnectionLostError,
-    Exchange,
     NoReplyInTimeError,
     NotServingError,
     Peer,
     type_and_message,
 )
-from nemo_aligner.servers.http_communicator import unreachable
 from nemo_aligner.servers.schema import Arrays, Endpoint
 from nemo_aligner.servers.served_model import (
     DescriptionError,
     ModelProbe,
-    ServedModel,
     ServerMismatchError,
-    fit_requests,
-    merge_replies,
 )
-from nemo_aligner.servers.threads import in_thread, settle
+from nemo_aligner.servers.threads import settle
 from nemo_aligner.servers.validation import validate_reply, validate_request
 
 MAX_LOST = 5
@@ -76,82 +70,50 @@ START_GRACE_S = 30.0
 PROGRESS_INTERVAL_S = 5.0
 
 
-@dataclass(eq=False)
-class _Request:
-    data: Arrays
-    future: "concurrent.futures.Future[Arrays]" = field(default_factory=concurrent.futures.Future)
-    since: float = field(default_factory=time.monotonic)  # when it last joined the queue
-    lost: int = 0  # servers that ended, or were about to end, while they had it
-    timed_out: bool = False
-    exchange: Exchange | None = None  # while it is in flight; its other replies are ignored
-
-    @property
-    def samples(self) -> int:
-        return len(next(iter(self.data.values())))
+class ServerUnreachableError(UserError):
+    """No server replies at the configured address."""
 
 
-class _Server:
-    """The state of one server; guarded by the fleet's lock."""
-
-    def __init__(self, peer: Peer):
-        self.peer = peer
-        self.available = False
-        self.seen = False  # it was available at some time
-        self.state = "no reply"
-        self.served: ServedModel | None = None  # as it described itself; None while left out
-        self.mismatch: str | None = None  # why its model cannot be used
-        self.missed = 0
-        self.hung = False  # wait for a score, or until it was restarted
-        self.trial: Exchange | None = None  # asks one that hung for a score
-        self.pause = FIRST_PAUSE_S  # how long it is left out at least, the next time
-        self.out_until = 0.0
-        self.in_flight: set[_Request] = set()
-        self.wake = threading.Event()  # probe now
-        self.wake.set()
-
-    def __str__(self) -> str:
-        return str(self.peer)
-
-
-class Fleet:
+class Fleet(ServerConnection):
     """The servers of one reward model.
 
     Args:
+        endpoint: the schema of requests; None: there are none, and servers are only looked for.
         init_timeout_s: how long to wait while no server replies, at the start and later.
         first: number of the server that gets the first request, different in each client.
     """
 
+    grace_s = 0.0
+
     def __init__(
         self,
         spec: RewardModelSpec,
-        endpoint: Endpoint,
+        endpoint: Endpoint | None,
         init_timeout_s: float,
         inference_timeout_s: float,
         first: int = 0,
         token: str | None = None,
         tls: ssl.SSLContext | None = None,
     ):
-        self.spec, self.endpoint = spec, endpoint
-        self.init_timeout_s, self.inference_timeout_s = init_timeout_s, inference_timeout_s
-        self.section = spec.setting.partition(".")[0]
+        self.spec, self.endpoint, self.init_timeout_s = spec, endpoint, init_timeout_s
         kind = "teacher" if spec.setting.startswith("remote_teacher") else "reward model"
         self.title = f"{kind} '{spec.name}'" if spec.name else spec.endpoint
-        self.servers = [_Server(Peer(*address, token, tls)) for address in spec.addresses]
-        self._turns = deque(self.servers)  # the one used longest ago comes first
-        self._turns.rotate(-first)
-        self._waiting: deque[_Request] = deque()
+        count = len(spec.addresses)
+        self._turns = itertools.count(count)
         self._warned: set[str] = set()
         self._sample: Arrays | None = None  # one row of a request that has its reply
-        self._lock = threading.Condition()
-        self._closed = False
         self._born = time.monotonic()
         self._started = False  # it was ready once
         self._first_seen: float | None = None  # when the first server replied
         self._none_since = self._born  # when the last available server was left out
         self._next_line = self._born + min(2.0, PROGRESS_INTERVAL_S)  # progress, while waiting
-        self._monitors = [
-            in_thread(f"monitor of {server}", self._monitor, server) for server in self.servers
+        servers = [
+            Server(Peer(*address, token, tls), turn=(number - first) % count, pause=FIRST_PAUSE_S)
+            for number, address in enumerate(spec.addresses)
         ]
+        name_key, section = f"{spec.setting}.name", spec.setting.partition(".")[0]
+        self._probes = {s: ModelProbe(s.peer, spec.endpoint, section, name_key) for s in servers}
+        super().__init__(servers, inference_timeout_s, section)
 
     def wait_until_ready(self, timeout_s: float) -> bool:
         """True once all servers have replied, or one did START_GRACE_S ago; else False.
@@ -161,9 +123,9 @@ class Fleet:
         with self._lock:
             while not self._started:
                 now = time.monotonic()
-                for server in self.servers:
-                    if server.mismatch is not None:
-                        raise ServerMismatchError(server.mismatch)
+                for probe in self._probes.values():
+                    if probe.unusable is not None:
+                        raise ServerMismatchError(probe.unusable)
                 missing = [server for server in self.servers if not server.seen]
                 late = now - self._born >= self.init_timeout_s
                 first = self._first_seen
@@ -176,13 +138,9 @@ class Fleet:
                             "taken in when they come."
                         )
                 elif late:
-                    states = {str(server): server.state for server in self.servers}
-                    waited = now - self._born
-                    raise unreachable(self.spec.endpoint, states, waited, self.spec.setting)
+                    raise self._unreachable(now - self._born)
                 else:
-                    if now >= self._next_line:
-                        self._next_line = now + PROGRESS_INTERVAL_S
-                        self._log_waiting(missing, now - self._born)
+                    self._log_waiting(missing, now - self._born)
                     if now >= deadline:
                         return False
                     self._lock.wait(min(deadline - now, 0.1))
@@ -195,15 +153,15 @@ class Fleet:
 
     def submit(self, data: Arrays) -> "concurrent.futures.Future[Arrays]":
         """Queue a request; returns its future at once. `RequestError`: it does not fit."""
+        assert self.endpoint is not None
         validate_request(self.endpoint, data)
         # Copied: the request is put in the form of a server when it is sent to that server.
-        request = _Request({name: np.array(array) for name, array in data.items()})
-        with self._lock:
-            if self._closed:
-                raise ServerRequestError(f"{self.title}: this client is closed")
-            self._waiting.append(request)
-            self._dispatch()
-        return request.future
+        return self.send(self._request({name: np.array(array) for name, array in data.items()}))
+
+    def _request(self, data: Arrays) -> Request:
+        assert self.endpoint is not None
+        check = functools.partial(validate_reply, self.endpoint, samples=_samples(data))
+        return Request(self.title, data, self.endpoint, check)
 
     def describe(self) -> str:
         """Return servers and requests as text, for progress lines."""
@@ -212,62 +170,22 @@ class Fleet:
             sent = sum(len(server.in_flight) for server in self.servers)
             return f"{self.title} at {where} ({sent} request(s) sent, {len(self._waiting)} queued)"
 
-    def close(self) -> None:
-        """End all threads; requests without a reply fail."""
-        with self._lock:
-            self._closed = True
-            for server in self.servers:
-                self._waiting.extend(self._take_back(server))
-                if server.trial is not None:
-                    server.trial.abort()
-                server.wake.set()
-            why = f"{self.title}: this client was closed before the reply came"
-            while self._waiting:
-                settle(self._waiting.popleft().future, ServerRequestError(why))
-            self._lock.notify_all()
-        deadline = time.monotonic() + PROBE_TIMEOUT_S + 1.0
-        for thread in self._monitors:
-            thread.join(max(0.0, deadline - time.monotonic()))
+    # ---- callers hold the lock ----
 
-    # ---- sending; callers hold the lock, except for `_send` ----
+    def _place(self, request: Request) -> Server | None:
+        load = {s: sum(not each.is_trial for each in s.in_flight) for s in self.servers}
+        free = [s for s in self.servers if s.available and load[s] < MAX_IN_FLIGHT]
+        if not free:
+            return None
+        server = min(free, key=lambda s: (load[s], s.turn))
+        server.turn = next(self._turns)
+        return server
 
-    def _dispatch(self) -> None:
-        while self._waiting and not self._closed:
-            free = [s for s in self._turns if s.available and len(s.in_flight) < MAX_IN_FLIGHT]
-            if not free:
-                return
-            server = min(free, key=lambda s: len(s.in_flight))
-            assert server.served is not None  # it is available
-            request = self._waiting[0]
-            exchange = request.exchange = _exchange(server.peer, server.served)
-            in_thread(f"request to {server}", self._send, request, exchange, server, server.served)
-            self._waiting.popleft()
-            server.in_flight.add(request)
-            self._turns.remove(server)
-            self._turns.append(server)
-
-    def _ask(self, exchange: Exchange, served: ServedModel, data: Arrays) -> Arrays | Exception:
-        try:
-            parts = fit_requests(served, self.endpoint, data)
-            replies = [exchange.run(part, self.inference_timeout_s) for part in parts]
-            reply = merge_replies(self.endpoint, replies)
-            validate_reply(self.endpoint, reply, len(next(iter(data.values()))))
-            return reply
-        except Exception as error:
-            return error
-
-    def _send(
-        self, request: _Request, exchange: Exchange, server: _Server, served: ServedModel
-    ) -> None:
-        outcome = self._ask(exchange, served, request.data)
-        with self._lock:
-            if request.exchange is exchange:  # else it was taken back
-                server.in_flight.discard(request)
-                self._settle(request, server, outcome)
-                self._dispatch()
-
-    def _settle(self, request: _Request, server: _Server, outcome: Arrays | Exception) -> None:
-        if not isinstance(outcome, Exception):
+    def _settle(self, request: Request, server: Server, outcome: Arrays | Exception) -> None:
+        if request.is_trial:
+            if not isinstance(outcome, Exception):
+                server.hung, server.wake = False, True
+        elif not isinstance(outcome, Exception):
             server.pause = FIRST_PAUSE_S
             if self._sample is None:
                 self._sample = {name: array[:1] for name, array in request.data.items()}
@@ -281,7 +199,7 @@ class Fleet:
             why = f"request to {self._name(server)} failed: {type_and_message(outcome)}"
             settle(request.future, ServerRequestError(why))
 
-    def _settle_timed_out(self, request: _Request, server: _Server, error: Exception) -> None:
+    def _settle_timed_out(self, request: Request, server: Server, error: Exception) -> None:
         if len(self.servers) > 1:
             server.hung = True
             why = f"{error}, although it replies to probes; it hangs, or was stopped"
@@ -291,18 +209,18 @@ class Fleet:
                 self._send_again(request)
                 return
         key = f"{self.section}.inference_timeout_s"
-        what = f"a request of {request.samples} sample(s)"
+        what = f"a request of {_samples(request.data)} sample(s)"
         why = f"{self._name(server)} gave {error} ({key}) to {what}"
         remedy = f"Raise {key} if the model needs longer, else it hangs (see its log): restart it."
         settle(request.future, LostPeerError(f"{why}, although it replies to probes. {remedy}"))
 
-    def _send_again(self, request: _Request, lost: bool = False) -> None:
+    def _send_again(self, request: Request, lost: bool = False) -> None:
         request.lost += lost
         if request.lost >= max(MAX_LOST, 2 * len(self.servers)):
             size = sum(array.nbytes for array in request.data.values())
             why = (
                 f"{self.title}: {request.lost} times a server ended (or was about to) while it "
-                f"had the same request of {request.samples} sample(s) ({size} bytes): "
+                f"had the same request of {_samples(request.data)} sample(s) ({size} bytes): "
                 f"{_list(self.servers)}. It may be what ends them (memory?): see their logs, and "
                 "send smaller micro-batches or shorter samples."
             )
@@ -311,17 +229,7 @@ class Fleet:
         request.since = time.monotonic()
         self._waiting.appendleft(request)  # it is older than what waits there
 
-    def _take_back(self, server: _Server) -> list[_Request]:
-        """The requests in flight at `server`, given up there."""
-        requests = list(server.in_flight)
-        server.in_flight.clear()
-        for request in requests:
-            assert request.exchange is not None  # it is in flight
-            request.exchange.abort()
-            request.exchange = None
-        return requests
-
-    def _leave_out(self, server: _Server, why: str) -> None:
+    def _leave_out(self, server: Server, why: str) -> None:
         server.state = why
         if not server.available:
             return
@@ -333,95 +241,49 @@ class Fleet:
         logging.warning(f"{self._name(server)} is left out ({why}) until it replies; {others}.")
         if not left:
             self._none_since = time.monotonic()
-        server.wake.set()
+        server.wake = True
 
-    # ---- monitors ----
+    def _wait_to_probe(self, server: Server) -> None:
+        well = server.available and not server.missed
+        pause = PROBE_INTERVAL_S if well else RETRY_INTERVAL_S
+        self._lock.wait_for(lambda: self._closed or server.wake, pause)
+        server.wake = False
 
-    def _monitor(self, server: _Server) -> None:
-        name_key = f"{self.spec.setting}.name"
-        probe = ModelProbe(server.peer, self.spec.endpoint, self.section, name_key)
-        while True:
-            with self._lock:
-                well = server.available and not server.missed
-            server.wake.wait(PROBE_INTERVAL_S if well else RETRY_INTERVAL_S)
-            server.wake.clear()
-            if self._closed:
-                return
-            try:
-                status = probe.status(PROBE_TIMEOUT_S)
-            except Exception as error:  # e.g. a host name that cannot be encoded
-                status, probe.state = None, repr(error)
-            if probe.unusable is not None:
-                with self._lock:
-                    server.mismatch = probe.unusable
-            elif status == 200 and not server.available:
-                self._read_description(server, probe)
-                if server.hung:
-                    self._try(server)
-            with self._lock:
-                self._note_probe(server, status, probe.state)
-                self._expire()
-                self._dispatch()
-                self._lock.notify_all()
-
-    def _read_description(self, server: _Server, probe: ModelProbe) -> None:
-        served = problem = mismatch = None
-        warnings: list[str] = []
-        try:
-            served, warnings = probe.read(self.endpoint, PROBE_TIMEOUT_S)
-        except DescriptionError as error:
-            problem = str(error)
-        except ServerMismatchError as error:
-            problem = mismatch = str(error)
-            warnings = [mismatch] if self._started else []  # else the job ends with it
-        with self._lock:
-            server.served, server.mismatch = served, mismatch
-            server.state = problem or server.state
-            for warning in [each for each in warnings if each not in self._warned]:
-                logging.warning(warning)
-            self._warned.update(warnings)
-
-    def _try(self, server: _Server) -> None:
+    def _try(self, server: Server) -> None:
         """Ask a server that hung for the score of a sample, unless it is being asked."""
-        with self._lock:
-            sample, served = self._sample, server.served
-            if server.trial is not None or sample is None or served is None:
-                return
-            trial = server.trial = _exchange(server.peer, served)
+        if self._sample is not None and not any(each.is_trial for each in server.in_flight):
+            trial = self._request(self._sample)
+            trial.is_trial = True
+            self._launch(trial, server)
 
-        def ask() -> None:
-            reply = self._ask(trial, served, sample)
-            with self._lock:
-                server.trial = None
-                if not isinstance(reply, Exception):
-                    server.hung = False
-                    server.wake.set()
-
-        in_thread(f"trial of {server}", ask)
-
-    def _note_probe(self, server: _Server, status: int | None, problem: str) -> None:
+    def _note_probe(self, server: Server, status: int | None) -> None:
+        problem = self._probes[server].state
         if status == 200:
             server.missed = 0
-            is_fit = server.served is not None and not server.hung
-            if not server.available and is_fit and time.monotonic() >= server.out_until:
+            if server.served is None:
+                server.state = problem
+            elif server.hung:
+                self._try(server)
+            elif not server.available and time.monotonic() >= server.out_until:
                 logging.info(f"{'connected' if not server.seen else 'back'}: {self._name(server)}")
                 server.available = server.seen = True
                 if self._first_seen is None:
                     self._first_seen = time.monotonic()
-            return
-        if status is not None:
+        elif status is not None:
             server.missed, server.hung = 0, False  # what hung has ended
             # It may still reply to what it has: only new requests go elsewhere.
             self._leave_out(server, problem)
-            return
-        server.missed += 1
-        if server.missed >= MAX_MISSED_PROBES:
-            server.hung = False
-            self._leave_out(server, f"{problem} to {server.missed} probes in a row")
-            for request in self._take_back(server):
-                self._send_again(request, lost=True)
-        if not server.available:
-            server.state = problem
+        else:
+            server.missed += 1
+            if server.missed >= MAX_MISSED_PROBES:
+                server.hung = False
+                self._leave_out(server, f"{problem} to {server.missed} probes in a row")
+                for request in self._take_back(server):
+                    if not request.is_trial:
+                        self._send_again(request, lost=True)
+            if not server.available:
+                server.state = problem
+        self._expire()
 
     def _expire(self) -> None:
         if not self._waiting or any(server.available for server in self.servers):
@@ -434,23 +296,61 @@ class Fleet:
                 why = f"no server has replied for {seconds:.0f} s ({self.section}.init_timeout_s)"
                 text = f"{self.title}: {why}: {_list(self.servers)}. {RESTART_REMEDY}"
                 settle(request.future, LostPeerError(text))
-        if self._waiting and now >= self._next_line:
-            self._next_line = now + PROGRESS_INTERVAL_S
+        if self._waiting:
             self._log_waiting(self.servers, max(waited.values()))
+
+    # ---- threads ----
+
+    def _probe(self, server: Server) -> int | None:
+        """As `ServerConnection._probe`; reads what a server that may be taken in serves."""
+        probe, served = self._probes[server], None
+        warnings: list[str] = []
+        try:
+            status = probe.status(PROBE_TIMEOUT_S)
+            if status == 200 and not server.available:
+                served, warnings = probe.read(self.endpoint, PROBE_TIMEOUT_S)
+        except DescriptionError as error:
+            probe.state = str(error)
+        except ServerMismatchError as error:
+            probe.state = probe.unusable = str(error)
+            warnings = [probe.state] if self._started else []  # else the job ends with it
+        except Exception as error:  # e.g. a host name that cannot be encoded
+            status, probe.state = None, repr(error)
+        with self._lock:
+            if not server.available:
+                server.served = served
+            for warning in [each for each in warnings if each not in self._warned]:
+                logging.warning(warning)
+            self._warned.update(warnings)
+        return status
+
+    def _explain(self, request: Request, error: Exception) -> Exception:
+        return error
 
     # ---- messages ----
 
-    def _name(self, server: _Server) -> str:
+    def _unreachable(self, waited_s: float) -> ServerUnreachableError:
+        name, setting = self.spec.endpoint, self.spec.setting
+        return ServerUnreachableError(
+            f"server '{name}' is not reachable at {', '.join(map(str, self.servers))} after "
+            f"{waited_s:.0f} s ({_list(self.servers)}). Start the server job first and check "
+            f"host, port and name in {setting} (name={name}); raise {self.section}.init_timeout_s "
+            "if it only needs longer to load."
+        )
+
+    def _name(self, server: Server) -> str:
         return f"{self.title} at {server}"
 
-    def _log_waiting(self, servers: list[_Server], waited: float) -> None:
-        how_long = f"{waited:.0f} of {self.init_timeout_s:.0f} s"
-        logging.info(f"waiting for server {self.title} at {_list(servers)} ({how_long})")
+    def _log_waiting(self, servers: Sequence[Server], waited: float) -> None:
+        if time.monotonic() >= self._next_line:
+            self._next_line = time.monotonic() + PROGRESS_INTERVAL_S
+            how_long = f"{waited:.0f} of {self.init_timeout_s:.0f} s"
+            logging.info(f"waiting for server {self.title} at {_list(servers)} ({how_long})")
 
 
-def _exchange(peer: Peer, served: ServedModel) -> Exchange:
-    return Exchange(peer, heartbeat=served.instance is not None)
-
-
-def _list(servers: list[_Server]) -> str:
+def _list(servers: Sequence[Server]) -> str:
     return "; ".join(f"{server}: {server.state}" for server in servers)
+
+
+def _samples(data: Arrays) -> int:
+    return len(next(iter(data.values())))

@@ -3,45 +3,23 @@
 """Clients of named servers: they wait for the servers, check requests and send them."""
 
 import functools
+import math
 import ssl
-import time
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import dataclass, field
 
 import numpy as np
 from nemo.utils import logging
 
-from nemo_aligner.core.errors import UserError
-from nemo_aligner.servers.connection import ServerConnection
-from nemo_aligner.servers.exchange import Peer
+from nemo_aligner.config.server_rules import RewardModelSpec
+from nemo_aligner.servers.connection import Request, Server, ServerConnection
+from nemo_aligner.servers.exchange import INSTANCE_HEADER
+from nemo_aligner.servers.fleet import Fleet
 from nemo_aligner.servers.futures import PendingReply, SentRequest
 from nemo_aligner.servers.schema import Arrays, Endpoint
-from nemo_aligner.servers.served_model import (
-    DescriptionError,
-    ModelProbe,
-    ServedModel,
-    ServerMismatchError,
-)
+from nemo_aligner.servers.served_model import ServedModel, fit_requests
 from nemo_aligner.servers.validation import validate_request
-
-PROGRESS_INTERVAL_S = 5.0  # between two lines while a server is waited for
-
-
-class ServerUnreachableError(UserError):
-    """No server replies at the configured address."""
-
-
-def unreachable(
-    name: str, states: Mapping[str, str], waited_s: float, setting: str
-) -> ServerUnreachableError:
-    """The error when `setting` names servers, here with their states, none of which replies."""
-    where = "; ".join(f"{address}: {state}" for address, state in states.items())
-    key = f"{setting.partition('.')[0]}.init_timeout_s"
-    return ServerUnreachableError(
-        f"server '{name}' is not reachable at {', '.join(states)} after {waited_s:.0f} s "
-        f"({where}). Start the server job first and check host, port and name in {setting} "
-        f"(name={name}); raise {key} if it only needs longer to load."
-    )
 
 
 class _of_class_or_instance:
@@ -68,9 +46,7 @@ class HTTPCommunicator:
 
     def __post_init__(self) -> None:
         self.connections: dict[str, ServerConnection] = {}  # by name, shared at one address
-        self.served: dict[
-            str, ServedModel
-        ] = {}  # those with a schema, as they describe themselves
+        self.served: dict[str, ServedModel] = {}  # as those with a schema describe themselves
         self._endpoints: dict[str, Endpoint | None] = {}
 
     def __enter__(self) -> "HTTPCommunicator":
@@ -102,52 +78,27 @@ class HTTPCommunicator:
         `ServerUnreachableError`: not within `init_timeout_s`. `ServerMismatchError`: it has no
         such name, cannot be used with the schema, or asks for another token.
         """
-        peer = Peer(ip, int(port), self.token, self.tls)
-        served = self._wait_until_ready(server_name, peer, endpoint)
-        if served is not None:
-            self.served[server_name] = served
-        known = {connection.peer: connection for connection in self.connections.values()}
-        self.connections[server_name] = known.get(peer) or ServerConnection(
-            peer, self.inference_timeout_s, self.setting
-        )
-        self._endpoints[server_name] = endpoint
-
-    def _wait_until_ready(
-        self, server_name: str, peer: Peer, endpoint: Endpoint | None
-    ) -> ServedModel | None:
-        start = time.monotonic()
-        next_line = start + min(2.0, PROGRESS_INTERVAL_S)
-        pause = 0.1
         # Reward models have clients of their own, so this is about the critic.
-        name_key = f"{self.setting}.critic.name"
-        probe = ModelProbe(peer, server_name, self.setting, name_key)
-        while (waited := time.monotonic() - start) < self.init_timeout_s:
-            status = probe.status(min(5.0, self.init_timeout_s))
-            if probe.unusable is not None:
-                raise ServerMismatchError(probe.unusable)
-            if status == 200:
-                try:
-                    served, warnings = probe.read(endpoint, min(5.0, self.init_timeout_s))
-                except DescriptionError as error:
-                    probe.state = str(error)
-                else:
-                    logging.info(f"connected to {server_name} at {peer}")
-                    for warning in warnings:
-                        logging.warning(warning)
-                    return served
-            if time.monotonic() >= next_line:
-                next_line = time.monotonic() + PROGRESS_INTERVAL_S
-                logging.info(
-                    f"waiting for server {server_name} at {peer}: {probe.state} "
-                    f"({waited:.0f} of {self.init_timeout_s:.0f} s)"
-                )
-            time.sleep(max(0.0, min(pause, self.init_timeout_s - (time.monotonic() - start))))
-            pause = min(pause * 1.5, 0.5)
-        raise unreachable(server_name, {str(peer): probe.state}, self.init_timeout_s, self.setting)
+        setting = f"{self.setting}.critic"
+        spec = RewardModelSpec(None, server_name, ((ip, int(port)),), 1.0, setting)
+        with closing(self.fleet(spec, endpoint)) as fleet:  # its probes end with the wait
+            fleet.wait_until_ready(math.inf)
+            (server,) = fleet.servers
+        assert server.served is not None  # it is ready
+        self.served[server_name], self._endpoints[server_name] = server.served, endpoint
+        known = {each.servers[0].peer: each for each in self.connections.values()}
+        self.connections[server_name] = known.get(server.peer) or ServerConnection(
+            [Server(server.peer)], self.inference_timeout_s, self.setting
+        )
+
+    def fleet(self, spec: RewardModelSpec, endpoint: Endpoint | None, first: int = 0) -> Fleet:
+        """The servers of a model, with the limits and secrets of this object; `close()` it."""
+        limits = self.init_timeout_s, self.inference_timeout_s
+        return Fleet(spec, endpoint, *limits, first, self.token, self.tls)
 
     def print_server_dict(self) -> None:
         for name, connection in self.connections.items():
-            logging.info(f"server {name}: {connection.peer}")
+            logging.info(f"server {name}: {connection.servers[0]}")
 
     def send_data_to_server(
         self,
@@ -162,17 +113,20 @@ class HTTPCommunicator:
         called with the reply; may raise `ReplyError`. `RequestError`, and nothing is sent: it does
         not fit the schema, or the form that the server lists.
         """
-        endpoint = self._endpoints[server_name]
+        endpoint, served = self._endpoints[server_name], self.served[server_name]
         if endpoint is not None:
             validate_request(endpoint, data)
         connection = self.connections[server_name]
-        forms = None if endpoint is None else (endpoint, self.served[server_name])
-        future = connection.submit(server_name, data, alone=not batching, check=check, forms=forms)
-        sent = SentRequest(future, lambda: f"{server_name} at {connection.peer}")
+        request = Request(f"{server_name} at {connection.servers[0]}", dict(data), endpoint, check)
+        request.served, request.alone = served, not batching
+        request.parts = fit_requests(served, endpoint, request.data)
+        if served.instance is not None:
+            request.headers[INSTANCE_HEADER] = served.instance
+            request.repeatable = "request_id" in data or not served.lists("request_id")
+        sent = SentRequest(connection.send(request), lambda: request.title)
         return PendingReply({server_name: sent})
 
     def close(self) -> None:
         """End all connections; requests in flight get a few seconds."""
         for connection in set(self.connections.values()):
             connection.close()
-        self.connections.clear()

@@ -10,7 +10,6 @@ of prompt and response.
 import bisect
 import collections
 import concurrent.futures
-import contextlib
 import dataclasses
 import functools
 import queue
@@ -32,6 +31,7 @@ from nemo_aligner.core.tokenizer import (
 )
 from nemo_aligner.servers.futures import then
 from nemo_aligner.servers.schema import RequestError
+from nemo_aligner.servers.threads import settle
 from nemo_aligner.servers.user_code import Pool, Task, WorkerProcess, split_spec
 from nemo_aligner.servers.web import RewardServers
 from nemo_aligner.servers.worker import ALL_COLUMNS, Sample
@@ -245,8 +245,7 @@ class _Request:
             self.future.set_result(self._scores)
 
     def fail(self, error: Exception) -> None:
-        with contextlib.suppress(concurrent.futures.InvalidStateError):
-            self.future.set_exception(error)
+        settle(self.future, error)
 
     def record(self, index: int, kind: str, value: Any) -> None:
         fallback = self.owner.fallback
@@ -269,8 +268,7 @@ class _Request:
                     f"{self._describe(*min(self._failures))}"
                 )
             # It may have failed meanwhile: the server is shutting down.
-            with contextlib.suppress(concurrent.futures.InvalidStateError):
-                self.future.set_result(self._scores)
+            settle(self.future, self._scores)
 
     def _describe(self, index: int, why: str) -> str:
         prompt, response, length, _, columns = self.samples[index]

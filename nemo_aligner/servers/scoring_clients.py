@@ -28,7 +28,7 @@ from nemo_aligner.core.types import PPOTrainBatch, Rollout, Scores
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.device import get_device
 from nemo_aligner.servers import schema
-from nemo_aligner.servers.fleet import Fleet
+from nemo_aligner.servers.fleet import Fleet, ServerUnreachableError
 from nemo_aligner.servers.futures import (
     FutureResult,
     FutureScores,
@@ -39,7 +39,7 @@ from nemo_aligner.servers.futures import (
     try_on_source,
     wait_for_all,
 )
-from nemo_aligner.servers.http_communicator import HTTPCommunicator, ServerUnreachableError
+from nemo_aligner.servers.http_communicator import HTTPCommunicator
 from nemo_aligner.servers.payloads import scoring_payload
 from nemo_aligner.servers.schema import Array, Arrays
 
@@ -119,14 +119,14 @@ class RewardModels:
             if "prompt_lengths" in rollout_batch:
                 prompts = rollout_batch["prompt_lengths"].cpu().long()
                 payload = {**payload, "prompt_lengths": prompts[:, None].numpy()}
-            return send_to_fleets(self.fleets, payload)
+            return send_to_fleets(self.fleets, dict.fromkeys(self.fleets, payload))
 
         return RMFutureResult(try_on_source(send), rollout_batch, self.weights)
 
 
-def send_to_fleets(fleets: Mapping[str, Fleet], payload: Arrays) -> PendingReply:
-    """Send the same arrays to every fleet; the reply holds that of each by its name."""
-    sent = {n: SentRequest(each.submit(payload), each.describe) for n, each in fleets.items()}
+def send_to_fleets(fleets: Mapping[str, Fleet], payloads: Mapping[str, Arrays]) -> PendingReply:
+    """Send each fleet its arrays; the reply holds that of each by its name."""
+    sent = {n: SentRequest(fleets[n].submit(p), fleets[n].describe) for n, p in payloads.items()}
     return PendingReply(sent, by_name=True)
 
 
@@ -216,10 +216,9 @@ class RemoteClient:
         server of a model replies.
         """
         if parallel_state.get_rank() == parallel_state.get_model_parallel_src_rank():
-            limits = self.cfg.init_timeout_s, self.cfg.inference_timeout_s
-            first, talk = parallel_state.get_data_parallel_rank(), self.communicator
+            first = parallel_state.get_data_parallel_rank()
             for spec in specs:
-                fleet = Fleet(spec, endpoint, *limits, first, talk.token, talk.tls)
+                fleet = self.communicator.fleet(spec, endpoint, first)
                 self._fleets[spec.name or spec.endpoint] = fleet
         try:
             wait_for_all(self._fleets.values())

@@ -165,13 +165,11 @@ class ModelProbe:
         is_late = waited >= UNKNOWN_MODEL_S
         return f"it has been ready without one for {waited:.0f} s" if is_late else None
 
-    def read(
-        self, endpoint: Endpoint | None, timeout_s: float
-    ) -> tuple[ServedModel | None, list[str]]:
-        """The description of the model (None without `endpoint`, the schema of requests), and
+    def read(self, endpoint: Endpoint | None, timeout_s: float) -> tuple[ServedModel, list[str]]:
+        """The description of the model (empty without `endpoint`, the schema of requests), and
         warnings. `DescriptionError`: it cannot be read now. `ServerMismatchError`: no fit.
         """
-        served, warnings = None, []
+        served, warnings = ServedModel(self.name, (), (), 0), []
         if endpoint is not None:
             served = read_served_model(self.peer, self.name, timeout_s)
             check_served_model(served, endpoint, str(self.peer))
@@ -244,13 +242,17 @@ def warnings_about(served: ServedModel, endpoint: Endpoint, where: str) -> list[
     ]
 
 
-def fit_requests(served: ServedModel, endpoint: Endpoint, data: Arrays) -> list[InferRequest]:
-    """`data`, which fits `endpoint`, as the requests that `served` takes.
+def fit_requests(
+    served: ServedModel, endpoint: Endpoint | None, data: Arrays
+) -> list[InferRequest]:
+    """`data`, which fits `endpoint`, as the requests that `served` takes; without one as it is.
 
     A scoring request of more samples than the server takes at once, or of more than `PIECE_BYTES`,
     becomes several. So does an update, if the server puts pieces together; no other request that
     changes its state is cut. `RequestError`: its dtypes, sizes or limits cannot hold the data.
     """
+    if endpoint is None:
+        return [InferRequest(served.name, data)]
     specs = {spec.name: spec for spec in served.inputs}
     for spec in served.inputs:
         if not spec.optional and spec.name not in data:
@@ -319,10 +321,12 @@ def _fit(served: ServedModel, endpoint: Endpoint, spec: TensorSpec, array: Array
     raise RequestError(f"{wanted}, which cannot hold the {array.dtype} values of this request.")
 
 
-def merge_replies(endpoint: Endpoint, replies: Sequence[Arrays]) -> Arrays:
+def merge_replies(endpoint: Endpoint | None, replies: Sequence[Arrays]) -> Arrays:
     """The replies to the requests of `fit_requests` as one, in dtypes and shapes of `endpoint`,
     where [N] becomes [N, 1]; of an update that to its last piece. `ReplyError`: they do not match.
     """
+    if endpoint is None:
+        return replies[0]
     names = replies[0].keys()
     if any(reply.keys() != names for reply in replies):
         raise ReplyError(f"the replies hold different tensors: {[sorted(r) for r in replies]}")

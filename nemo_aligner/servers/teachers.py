@@ -23,12 +23,11 @@ from nemo_aligner.servers import schema
 from nemo_aligner.servers.futures import (
     FutureScores,
     PendingReply,
-    SentRequest,
     await_on_model_source,
     try_on_source,
     wait_for_all,
 )
-from nemo_aligner.servers.scoring_clients import RemoteClient
+from nemo_aligner.servers.scoring_clients import RemoteClient, send_to_fleets
 
 
 class TeacherLogits(NamedTuple):
@@ -75,12 +74,11 @@ class RemoteTeacherClient(RemoteClient):
 
     def send(self, tokens: Tensor, lengths: Tensor, rows: dict[str, Tensor]) -> PendingReply:
         """Send each teacher its rows of samples; on source ranks."""
-        sent = {}
+        payloads = {}
         for name, own in rows.items():
             share: Any = {"response_tokens": tokens[own], "response_lengths": lengths[own]}
-            fleet = self._fleets[name]
-            sent[name] = SentRequest(fleet.submit(self.payload(share)), fleet.describe)
-        return PendingReply(sent, by_name=True)
+            payloads[name] = self.payload(share)
+        return send_to_fleets(self._fleets, payloads)
 
 
 class _Asked:

@@ -26,7 +26,7 @@ from nemo_aligner.core.endings import ExitCode
 from nemo_aligner.core.errors import ServerRequestError, UserError
 from nemo_aligner.servers import exchange
 from nemo_aligner.servers.critic_client import RemoteGPTRMCriticClient
-from nemo_aligner.servers.http_communicator import ServerUnreachableError
+from nemo_aligner.servers.fleet import ServerUnreachableError
 from nemo_aligner.servers.served_model import ServerMismatchError
 from tests.cases import some_of
 from tests.distributed.launcher import run_ranks

@@ -20,7 +20,7 @@ import pytest
 from nemo_aligner.config.server_rules import RewardModelSpec
 from nemo_aligner.core.errors import ServerJobError, ServerRequestError, cause_in
 from nemo_aligner.servers import exchange, fleet, futures, schema
-from nemo_aligner.servers.http_communicator import ServerUnreachableError
+from nemo_aligner.servers.fleet import ServerUnreachableError
 from nemo_aligner.servers.scoring_clients import send_to_fleets
 from nemo_aligner.servers.served_model import ServerMismatchError
 from nemo_aligner.servers.server_loop import OperationFailedError, ServerStoppingError
@@ -317,6 +317,7 @@ def test_start_without_any_server_is_one_error_that_names_all(lines):
     with Running(*ports, init_timeout_s=patience(0.6)) as running:
         with says(ServerUnreachableError, *words):
             running.fleet.wait_until_ready(HANG_S)
+    assert any("waiting for server reward_model" in line and "0 of" in line for line in lines)
 
 
 def test_start_waits_for_the_others_but_not_for_ever(monkeypatch, lines):
@@ -339,7 +340,7 @@ def test_closing_fails_what_is_open_and_ends_all_threads():
         future = running.send(1)  # before the fleet is ready: it waits
         running.wait_for(lambda: server.requests == 1)
         running.fleet.close()
-        with pytest.raises(ServerRequestError, match="closed before the reply"):
+        with pytest.raises(ServerRequestError, match="has no reply: this client was closed"):
             future.result(HANG_S)
         with pytest.raises(ServerRequestError, match="closed"):
             running.send(2)
@@ -350,7 +351,7 @@ def test_closing_fails_what_is_open_and_ends_all_threads():
 def test_the_first_error_of_an_ensemble_does_not_wait_for_the_others():
     with fleet_of(silent) as (a, _), fleet_of(failure("ArithmeticError: no")) as (b, _):
         fleets = {"a": a.ready().fleet, "b": b.ready().fleet}
-        pending = send_to_fleets(fleets, sample(1))
+        pending = send_to_fleets(fleets, dict.fromkeys(fleets, sample(1)))
         assert pending.done(5)
         with pytest.raises(ServerRequestError, match="ArithmeticError: no"):
             pending.result()
@@ -457,10 +458,10 @@ def test_a_lost_probe_does_not_take_back_a_server_that_hangs():
         with servers._lock:
             server.hung, server.missed = True, 0
             for probe in range(1, fleet.MAX_MISSED_PROBES + 1):
-                servers._note_probe(server, None, "no reply")
+                servers._note_probe(server, None)
                 assert server.hung == (probe < fleet.MAX_MISSED_PROBES)
             server.hung = True
-            servers._note_probe(server, 503, "not ready")
+            servers._note_probe(server, 503)
             assert not server.hung
 
 

@@ -18,7 +18,7 @@ from nemo_aligner.servers import admission, asgi_host, exchange, http_communicat
 from nemo_aligner.servers import connection as connection_module
 from nemo_aligner.servers import front as front_module
 from nemo_aligner.servers.admission import Access
-from nemo_aligner.servers.connection import LeaseTakenError, ServerConnection
+from nemo_aligner.servers.connection import Lease, LeaseTakenError
 from nemo_aligner.servers.exchange import Exchange, InferRequest, Peer
 from nemo_aligner.servers.fleet import Fleet
 from nemo_aligner.servers.front import Front
@@ -386,10 +386,8 @@ def test_a_lease_whose_first_request_is_lost_is_asked_for_again(front, monkeypat
         raise ConnectionRefusedError
 
     monkeypatch.setattr(Peer, "ask", flaky)
-    connection = ServerConnection(Peer(*front.address), patience(20), "x")
-    connection.take_lease()
-    assert lost and save(front, connection._lease.id)[0] == 200
-    connection.close()
+    with contextlib.closing(Lease(Peer(*front.address))) as held:
+        assert lost and save(front, held.id)[0] == 200
 
 
 @some_of("make_front", [make_asgi_front, make_triton_front], indirect=True)
@@ -397,15 +395,11 @@ def test_a_client_takes_renews_and_gives_back_its_lease(front, monkeypatch):
     monkeypatch.setattr(connection_module, "RENEWAL_S", 0.05)
     monkeypatch.setattr(connection_module, "LEASE_S", 3.0)
     monkeypatch.setattr(admission, "LEASE_S", 3.0)
-    connections = [ServerConnection(Peer(*front.address), patience(20), "x") for _ in range(2)]
-    first, second = connections
-    first.take_lease()
-    time.sleep(3.5)
-    assert save(front, first._lease.id)[0] == 200
-    with pytest.raises(LeaseTakenError, match="another actor holds the lease"):
-        second.take_lease()
-    first.close()
-    second.take_lease()
-    assert save(front, second._lease.id)[0] == 200
-    second.close()
+    with contextlib.closing(Lease(Peer(*front.address))) as first:
+        time.sleep(3.5)
+        assert save(front, first.id)[0] == 200
+        with pytest.raises(LeaseTakenError, match="another actor holds the lease"):
+            Lease(Peer(*front.address))
+    with contextlib.closing(Lease(Peer(*front.address))) as second:
+        assert save(front, second.id)[0] == 200
     assert lease(front, "POST", A) == 200

@@ -17,7 +17,8 @@ from tritonclient.utils import deserialize_bytes_tensor, np_to_triton_dtype, tri
 from nemo_aligner.core.errors import ServerRequestError
 from nemo_aligner.servers import exchange, schema
 from nemo_aligner.servers.exchange import InferRequest, Peer
-from nemo_aligner.servers.http_communicator import HTTPCommunicator, ServerUnreachableError
+from nemo_aligner.servers.fleet import ServerUnreachableError
+from nemo_aligner.servers.http_communicator import HTTPCommunicator
 from nemo_aligner.servers.schema import Endpoint, ReplyError, RequestError, TensorSpec
 from nemo_aligner.servers.served_model import (
     ADDITIONS,

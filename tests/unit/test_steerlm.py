@@ -27,7 +27,7 @@ from nemo_aligner.data.nlp import steerlm
 from nemo_aligner.data.nlp.datasets import LabelledPairDataset, RegressionRewardModelDataset
 from nemo_aligner.data.nlp.records import Records
 from nemo_aligner.servers import schema
-from nemo_aligner.servers.http_communicator import ServerUnreachableError
+from nemo_aligner.servers.fleet import ServerUnreachableError
 from nemo_aligner.servers.served_model import ServerMismatchError
 from nemo_aligner.synthetic import check_conversation
 from tests.data_sets import read
