@@ -23,9 +23,10 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 from nemo.utils import logging
 
 from nemo_aligner.core.errors import LostPeerError, ServerRequestError, UserError
@@ -47,6 +48,7 @@ from nemo_aligner.servers.exchange import (
 from nemo_aligner.servers.schema import Arrays, Endpoint
 from nemo_aligner.servers.served_model import ServedModel, fit_requests, merge_replies
 from nemo_aligner.servers.threads import in_thread, settle
+from nemo_aligner.servers.validation import validate_outcome, validate_reply
 
 RENEWAL_S = 5.0
 
@@ -67,7 +69,7 @@ class Request:
     title: str  # of the model, for messages
     data: Arrays
     endpoint: Endpoint | None  # schema of `data` and the reply; None: they stay as they are
-    check: Callable[[Arrays], None] | None  # of the reply
+    used: np.ndarray | None = None  # which values of the reply are (`validate_reply`)
     # The model, and what is sent to it, one after another; None: they depend on the server.
     served: ServedModel | None = None
     parts: list[InferRequest] | None = None
@@ -81,6 +83,10 @@ class Request:
     lost: int = 0
     timed_out: bool = False
     is_trial: bool = False  # asks a server that hung for a score
+
+    @property
+    def samples(self) -> int:
+        return len(next(iter(self.data.values())))
 
 
 @dataclass(eq=False)
@@ -224,8 +230,10 @@ class ServerConnection:
             parts = request.parts or fit_requests(served, request.endpoint, request.data)
             replies = [self._run(request, exchange, part) for part in parts]
             outcome = merge_replies(request.endpoint, replies)
-            if request.check is not None:
-                request.check(outcome)
+            if request.endpoint is not None and request.endpoint.batching:
+                validate_reply(request.endpoint, outcome, request.samples, request.used)
+            elif request.endpoint is not None:
+                validate_outcome(request.endpoint, outcome)
         except Exception as error:
             outcome = self._explain(request, error)
         with self._lock:

@@ -8,7 +8,6 @@ future whose `result()` every rank calls: it brings the outcome, or the error, t
 """
 
 import dataclasses
-import functools
 import json
 import uuid
 from typing import Any, TypedDict, cast
@@ -36,7 +35,6 @@ from nemo_aligner.servers.payloads import training_payload, used_values
 from nemo_aligner.servers.schema import Arrays
 from nemo_aligner.servers.scoring_clients import RemoteClient, RewardModels, ScoreSource
 from nemo_aligner.servers.served_model import ADDITIONS
-from nemo_aligner.servers.validation import validate_outcome, validate_reply
 
 # In place of a reply, on rank 0: of a server without `critic_status`, and of a lease.
 _NO_STATUS = PendingReply({}, by_name=True)
@@ -164,13 +162,8 @@ class RemoteGPTRMCriticClient(RemoteClient):
 
         def send() -> PendingReply:
             payload = self.payload(rollout_batch)
-            check = functools.partial(
-                validate_reply,
-                schema.critic_infer_endpoint(self.combine_rm_and_critic_server),
-                samples=payload["tokens"].shape[0],
-                used=used_values(rollout_batch, payload["tokens"].shape[1] - 1),
-            )
-            return self.communicator.send_data_to_server(self.infer_name, payload, check=check)
+            used = used_values(rollout_batch, payload["tokens"].shape[1] - 1)
+            return self.communicator.send_data_to_server(self.infer_name, payload, used=used)
 
         sent, rm_future = try_on_source(send), None
         if self.reward_models is not None:
@@ -184,24 +177,18 @@ class RemoteGPTRMCriticClient(RemoteClient):
         payload = training_payload(rollout_batch)
         if payload is not None:  # on rank 0
             payload["request_id"] = np.array([uuid.uuid4().hex.encode()])
-        endpoint = schema.critic_train_endpoint()
-        send = lambda: self._send(self.train_name, payload, endpoint)
-        return TrainFuture(try_on_source(send, 0))
+        return TrainFuture(try_on_source(lambda: self._send(self.train_name, payload), 0))
 
     def save(self, actor_step: int | None = None) -> SaveFuture:
         """Have the critic write a checkpoint that belongs to `actor_step`; returns at once."""
         data = {"dummy_var": np.zeros(1, dtype=np.int64)}
         if actor_step is not None:
             data["actor_step"] = np.array([actor_step], dtype=np.int64)
-        endpoint = schema.critic_save_endpoint()
-        return SaveFuture(try_on_source(lambda: self._send(self.save_name, data, endpoint), 0))
+        return SaveFuture(try_on_source(lambda: self._send(self.save_name, data), 0))
 
-    def _send(
-        self, name: str, data: Arrays | None, changing: schema.Endpoint | None = None
-    ) -> PendingReply:
+    def _send(self, name: str, data: Arrays | None) -> PendingReply:
         assert data is not None  # on rank 0
-        check = None if changing is None else functools.partial(validate_outcome, changing)
-        return self.communicator.send_data_to_server(name, data, batching=False, check=check)
+        return self.communicator.send_data_to_server(name, data, batching=False)
 
     def status(self) -> CriticStatus | None:
         """Where the server stands; every rank calls it. None: no actor step in its checkpoints."""

@@ -31,7 +31,6 @@ Only one rank of each model-parallel group holds a fleet (scoring_clients.py).
 """
 
 import concurrent.futures
-import functools
 import itertools
 import ssl
 import time
@@ -58,7 +57,7 @@ from nemo_aligner.servers.served_model import (
     ServerMismatchError,
 )
 from nemo_aligner.servers.threads import settle
-from nemo_aligner.servers.validation import validate_reply, validate_request
+from nemo_aligner.servers.validation import validate_request
 
 MAX_LOST = 5
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 8.0
@@ -156,12 +155,8 @@ class Fleet(ServerConnection):
         assert self.endpoint is not None
         validate_request(self.endpoint, data)
         # Copied: the request is put in the form of a server when it is sent to that server.
-        return self.send(self._request({name: np.array(array) for name, array in data.items()}))
-
-    def _request(self, data: Arrays) -> Request:
-        assert self.endpoint is not None
-        check = functools.partial(validate_reply, self.endpoint, samples=_samples(data))
-        return Request(self.title, data, self.endpoint, check)
+        data = {name: np.array(array) for name, array in data.items()}
+        return self.send(Request(self.title, data, self.endpoint))
 
     def describe(self) -> str:
         """Return servers and requests as text, for progress lines."""
@@ -209,7 +204,7 @@ class Fleet(ServerConnection):
                 self._send_again(request)
                 return
         key = f"{self.section}.inference_timeout_s"
-        what = f"a request of {_samples(request.data)} sample(s)"
+        what = f"a request of {request.samples} sample(s)"
         why = f"{self._name(server)} gave {error} ({key}) to {what}"
         remedy = f"Raise {key} if the model needs longer, else it hangs (see its log): restart it."
         settle(request.future, LostPeerError(f"{why}, although it replies to probes. {remedy}"))
@@ -220,7 +215,7 @@ class Fleet(ServerConnection):
             size = sum(array.nbytes for array in request.data.values())
             why = (
                 f"{self.title}: {request.lost} times a server ended (or was about to) while it "
-                f"had the same request of {_samples(request.data)} sample(s) ({size} bytes): "
+                f"had the same request of {request.samples} sample(s) ({size} bytes): "
                 f"{_list(self.servers)}. It may be what ends them (memory?): see their logs, and "
                 "send smaller micro-batches or shorter samples."
             )
@@ -252,8 +247,7 @@ class Fleet(ServerConnection):
     def _try(self, server: Server) -> None:
         """Ask a server that hung for the score of a sample, unless it is being asked."""
         if self._sample is not None and not any(each.is_trial for each in server.in_flight):
-            trial = self._request(self._sample)
-            trial.is_trial = True
+            trial = Request(self.title, self._sample, self.endpoint, is_trial=True)
             self._launch(trial, server)
 
     def _note_probe(self, server: Server, status: int | None) -> None:
@@ -350,7 +344,3 @@ class Fleet(ServerConnection):
 
 def _list(servers: Sequence[Server]) -> str:
     return "; ".join(f"{server}: {server.state}" for server in servers)
-
-
-def _samples(data: Arrays) -> int:
-    return len(next(iter(data.values())))

@@ -17,7 +17,7 @@ from nemo_aligner.servers.connection import Request, Server, ServerConnection
 from nemo_aligner.servers.exchange import INSTANCE_HEADER
 from nemo_aligner.servers.fleet import Fleet
 from nemo_aligner.servers.futures import PendingReply, SentRequest
-from nemo_aligner.servers.schema import Arrays, Endpoint
+from nemo_aligner.servers.schema import Endpoint
 from nemo_aligner.servers.served_model import ServedModel, fit_requests
 from nemo_aligner.servers.validation import validate_request
 
@@ -105,19 +105,19 @@ class HTTPCommunicator:
         server_name: str,
         data: Mapping[str, np.ndarray],
         batching: bool = True,
-        check: Callable[[Arrays], None] | None = None,
+        used: np.ndarray | None = None,
     ) -> PendingReply:
         """Send numpy arrays by wire name, unchanged until the reply; returns at once.
 
-        `batching`: False keeps the request's place among all (see `ServerConnection`). `check`:
-        called with the reply; may raise `ReplyError`. `RequestError`, and nothing is sent: it does
-        not fit the schema, or the form that the server lists.
+        `batching`: False keeps the request's place among all (see `ServerConnection`). `used`:
+        which values of the reply are, as of `validate_reply`. `RequestError`, and nothing is sent:
+        it does not fit the schema, or the form that the server lists.
         """
         endpoint, served = self._endpoints[server_name], self.served[server_name]
         if endpoint is not None:
             validate_request(endpoint, data)
         connection = self.connections[server_name]
-        request = Request(f"{server_name} at {connection.servers[0]}", dict(data), endpoint, check)
+        request = Request(f"{server_name} at {connection.servers[0]}", dict(data), endpoint, used)
         request.served, request.alone = served, not batching
         request.parts = fit_requests(served, endpoint, request.data)
         if served.instance is not None:

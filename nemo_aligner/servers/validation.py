@@ -250,8 +250,12 @@ def _validate_values(
 
 
 def validate_outcome(endpoint: Endpoint, reply: Arrays) -> None:
-    """Check the reply to an update or a save: finite numbers, a status of 0; else `ReplyError`."""
+    """Check the reply to a request about the critic's state: finite numbers, a status of 0; else
+    `ReplyError`.
+    """
     for spec in endpoint.outputs:
+        if spec.dtype is np.bytes_:
+            continue
         array = reply.get(spec.name)
         if array is None or array.size == 0 or array.dtype.kind not in "fiub":
             raise ReplyError(
