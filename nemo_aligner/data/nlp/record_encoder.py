@@ -34,7 +34,6 @@ from nemo_aligner.data.nlp.chat_records import (
     speaks_to_assistant,
 )
 from nemo_aligner.data.nlp.chat_template import ChatTemplate, own_chat_template
-from nemo_aligner.data.nlp.nemo_chat import NEMO_TOKENS, ChatTokens, NeMoChat
 from nemo_aligner.data.nlp.records import NO_FORM, check_text, first_record, missing
 from nemo_aligner.data.nlp.sources import CHUNK_ID, DataFile, Record, data_paths
 
@@ -362,6 +361,8 @@ def chat_form(data_cfg: Mapping[str, Any] | None, tokenizer: Tokenizer) -> Conve
         options = options or kept.get("chat_template_kwargs")
     form: ConversationForm
     if data_cfg.get("chat"):
+        from nemo_aligner.data.nlp.nemo_chat import NEMO_TOKENS, ChatTokens, NeMoChat
+
         given = data_cfg.get("chat_prompt_tokens")
         form = NeMoChat(tokenizer, ChatTokens.of(given) if given else NEMO_TOKENS)
     else:
