@@ -57,9 +57,10 @@ from nemo_aligner.servers.server_loop import (
 )
 from nemo_aligner.servers.validation import read_request_id, validate_training_inputs
 from nemo_aligner.training.finite import naming_step
+from nemo_aligner.training.loggers import named
 from nemo_aligner.training.optim import train_on_batch
 from nemo_aligner.training.timers import logged_phase
-from nemo_aligner.training.token_counts import FORWARD, TRAIN, log_token_counts
+from nemo_aligner.training.token_counts import FORWARD, TRAIN, token_metrics
 
 if TYPE_CHECKING:
     from megatron.core.optimizer import MegatronOptimizer
@@ -417,10 +418,9 @@ class CriticServerTrainer:
         )
         metrics["step_time"] = time.monotonic() - start
         self.step += 1
-        self.logger.log_metrics(metrics, step=self.step, prefix="train/")
-        seconds = {"train": metrics["step_time"]}
-        names = {FORWARD: "scoring", TRAIN: "train"}
-        log_token_counts(self.logger, self.step, names, seconds)
+        names, seconds = {FORWARD: "scoring", TRAIN: "train"}, {"train": metrics["step_time"]}
+        counts = token_metrics(names, seconds)
+        self.logger.log_metrics(named("train/", metrics) | counts, step=self.step)
         self.alarms.check_replicas(self.model, self.step)
         return float(metrics["loss"])
 

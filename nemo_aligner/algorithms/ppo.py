@@ -272,15 +272,16 @@ class PPOTrainer(PolicyGradientTrainer):
         super().before_first_step()
         for i in range(self.critic_warmup_steps):
             self.consumed_samples = (i % self.num_steps_per_epoch) * self.num_rollout_samples
-            with naming_step(f"critic warm-up {i}"):
-                data, metrics, _ = self.generate_rollouts(
-                    sampling_step=i - self.critic_warmup_steps
-                )
-            critic_loss = self.rm_critic.train(data).result()
-            if critic_loss is not None:
-                metrics["critic_loss"] = float(critic_loss)
-            metrics.pop("table")
-            self.logger.log_metrics(metrics, step=i, prefix="critic_warmup/")
+            with self.logged_together():
+                with naming_step(f"critic warm-up {i}"):
+                    data, metrics, _ = self.generate_rollouts(
+                        sampling_step=i - self.critic_warmup_steps
+                    )
+                critic_loss = self.rm_critic.train(data).result()
+                if critic_loss is not None:
+                    metrics["critic_loss"] = float(critic_loss)
+                metrics.pop("table")
+                self.gather("critic_warmup/", metrics, i)
         self.consumed_samples = 0
 
     # ---------------------------------------------------------------------- checkpoint and resume

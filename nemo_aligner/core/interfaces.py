@@ -70,10 +70,8 @@ class Critic(Protocol):
 class Logger(Protocol):
     """Where metrics and samples go (`training/loggers.py`)."""
 
-    def log_metrics(
-        self, metrics: Mapping[str, Any], step: int | None = None, prefix: str = ""
-    ) -> None:
-        """Log numbers at `step`, each as prefix + name."""
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Log numbers at `step`."""
 
     def log_table(self, key: str, dataframe: Any, step: int | None = None) -> None:
         """Log a table as a whole."""

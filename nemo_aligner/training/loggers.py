@@ -2,13 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Log a job's metrics with Lightning's loggers (TensorBoard, Weights & Biases, ...) and in files.
 
-`metrics.jsonl` has one line per call of `log_metrics`: `{"step": 3, "time": 1700000000.0,
+`metrics.jsonl` has one line per step and family of names: `{"step": 3, "time": 1700000000.0,
 "train/loss": 0.5, ...}`. `tables.jsonl` has one per table update, `{"key": ..., "step": ...,
 "time": ..., "rows": [{...}]}`, with the new rows. A resumed job appends to both; where it repeats
 a step, the later line counts. NaN and infinities are written as null.
 """
 
 import errno
+import itertools
 import json
 import math
 import os
@@ -24,6 +25,11 @@ from nemo_aligner.parallel.environment import is_rank_zero
 
 if TYPE_CHECKING:
     import pandas
+
+
+def named(family: str, metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """`metrics` with the `family`, such as "train/", before each name."""
+    return {f"{family}{key}": value for key, value in metrics.items()}
 
 
 class CustomLoggerWrapper:
@@ -58,11 +64,12 @@ class CustomLoggerWrapper:
         """Log numbers (Python's, NumPy's, one-element tensors; else `TypeError`) under `prefix` +
         key, without None.
         """
-        named = {
-            f"{prefix}{k}": _number(f"{prefix}{k}", v) for k, v in metrics.items() if v is not None
-        }
-        self.apply_fn("log_metrics", named, step=step)
-        self._write("metrics", {"step": step, "time": time.time(), **named})
+        given = named(prefix, metrics)
+        numbers = {key: _number(key, value) for key, value in given.items() if value is not None}
+        self.apply_fn("log_metrics", numbers, step=step)
+        about = {"step": step, "time": time.time()}
+        for _, family in itertools.groupby(numbers, lambda key: key.rpartition("/")[0]):
+            self._write("metrics", about | {key: numbers[key] for key in family})
         self._report(False)
 
     def log_table(self, key: str, dataframe: "pandas.DataFrame", step: int | None = None) -> None:
@@ -139,8 +146,11 @@ class _JsonLines:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             _drop_torn_line(self.path)
             self._number = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-        line = json.dumps(_plain(record), allow_nan=False, ensure_ascii=False) + "\n"
-        self._waiting += line.encode()
+        try:
+            line = json.dumps(record, allow_nan=False, ensure_ascii=False)
+        except (TypeError, ValueError):  # it holds what JSON has no form for
+            line = json.dumps(_plain(record), allow_nan=False, ensure_ascii=False)
+        self._waiting += line.encode() + b"\n"
         error = self._write_waiting(self._number)
         if error is not None and not self._warned:
             self._warned = True

@@ -18,11 +18,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
-from nemo_aligner.core.interfaces import Logger
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.collectives import all_reduce_dict
 from nemo_aligner.parallel.device import get_device
 from nemo_aligner.training.expert_losses import expert_layers
+from nemo_aligner.training.loggers import named
 
 FORWARD = "forward"  # without gradient: log-probs, scores, validation
 TRAIN = "train"
@@ -77,16 +77,13 @@ def take_token_counts(
     return tokens, speeds
 
 
-def log_token_counts(
-    logger: Logger,
-    step: int,
+def token_metrics(
     names: Mapping[str, str],
     seconds: Mapping[str, float],
     speeds: Mapping[str, float] = MappingProxyType({}),
 ) -> dict[str, float]:
-    """Log `take_token_counts` as the families `tokens/` and `speed/`; returns the latter, with
-    other `speeds` and on a GPU the largest `memory_peak_gb` since the last call; all ranks call
-    it.
+    """`take_token_counts` as the families `tokens/` and `speed/`, the latter with other `speeds`
+    and on a GPU the largest `memory_peak_gb` since the last call; all ranks call it.
     """
     tokens, counted = take_token_counts(names, seconds)
     speeds = {**speeds, **counted}
@@ -94,20 +91,17 @@ def log_token_counts(
         peak = {"memory_peak_gb": torch.cuda.max_memory_allocated() / 1e9}
         speeds |= all_reduce_dict(peak, op=torch.distributed.ReduceOp.MAX)
         torch.cuda.reset_peak_memory_stats()
-    for prefix, metrics in (("tokens/", tokens), ("speed/", speeds)):
-        if metrics:
-            logger.log_metrics(metrics, step=step, prefix=prefix)
-    return speeds
+    return named("tokens/", tokens) | named("speed/", speeds)
 
 
-def in_short(speeds: Mapping[str, float]) -> dict[str, float]:
-    """Those of `log_token_counts` that a progress bar shows."""
+def in_short(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Those of `token_metrics` that a progress bar shows."""
     shown = {
-        "generate_tokens_per_s": "generated_tokens_per_s",
-        "train_tokens_per_s": "tokens_per_s",
-        "train_mfu": "mfu",
+        "speed/generate_tokens_per_s": "generated_tokens_per_s",
+        "speed/train_tokens_per_s": "tokens_per_s",
+        "speed/train_mfu": "mfu",
     }
-    return {shown[name]: speed for name, speed in speeds.items() if name in shown}
+    return {shown[name]: speed for name, speed in metrics.items() if name in shown}
 
 
 # ---------------------------------------------------------------------- floating-point operations
