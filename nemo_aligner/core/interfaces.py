@@ -151,4 +151,4 @@ class PromptLoader(Protocol):
 
 
 PromptLoaderBuilder = Callable[..., PromptLoader]  # called as builder(consumed_samples=...)
-PromptIterator = Callable[..., Iterable[InferenceBatch]]  # see data/nlp/batch_iterators.py
+PromptIterator = Callable[..., Iterable[InferenceBatch]]  # see data/nlp/samplers.py

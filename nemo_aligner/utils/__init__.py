@@ -42,7 +42,7 @@ DOORS = {
     ),
     "types": "core.types",
     "utils.advantages": "core.advantages",
-    "utils.batch_iterators": "data.nlp.batch_iterators",
+    "utils.batch_iterators": "data.nlp.samplers",
     "utils.checkpointing": (
         "checkpoint.checkpointing checkpoint.folders checkpoint.optimizer_forms"
     ),

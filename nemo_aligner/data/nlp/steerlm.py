@@ -16,6 +16,7 @@ from nemo_aligner.core.preference import target_weights
 from nemo_aligner.core.tensors import batch_pad_to_fixed_len
 from nemo_aligner.core.tokenizer import Tokenizer
 from nemo_aligner.data.nlp.chat_records import Encoded, Message, read_messages
+from nemo_aligner.data.nlp.fields import check_kind, is_number
 from nemo_aligner.data.nlp.file_dataset import Part, documents_within
 from nemo_aligner.data.nlp.nemo_chat import (
     NEMO_TOKENS,
@@ -30,7 +31,6 @@ from nemo_aligner.data.nlp.nemo_chat import (
     source_of_record,
     turn_text,
 )
-from nemo_aligner.data.nlp.records import check_kind, is_number
 from nemo_aligner.data.nlp.sft import Examples
 from nemo_aligner.data.nlp.sources import Record
 
