@@ -26,7 +26,7 @@ from omegaconf import DictConfig
 from torch import Tensor
 
 from nemo_aligner.algorithms.alarms import Alarms
-from nemo_aligner.algorithms.parts import complete_outputs
+from nemo_aligner.algorithms.training_loop import complete_outputs
 from nemo_aligner.config.access import server_token
 from nemo_aligner.config.defaults import complete
 from nemo_aligner.config.server_rules import read_frontend

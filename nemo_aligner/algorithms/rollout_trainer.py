@@ -21,7 +21,6 @@ from torch import Tensor
 
 from nemo_aligner.algorithms import training_loop
 from nemo_aligner.algorithms.alarms import check_rewards
-from nemo_aligner.algorithms.parts import scores_of
 from nemo_aligner.algorithms.rollouts import (
     CollectedRollout,
     PPORolloutBatch,
@@ -33,7 +32,7 @@ from nemo_aligner.algorithms.rollouts import (
     with_indices,
     with_prompt_columns,
 )
-from nemo_aligner.algorithms.training_loop import Parts, TrainingLoop
+from nemo_aligner.algorithms.training_loop import Parts, TrainingLoop, scores_of
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.core.interfaces import PendingScores, PromptSampler
 from nemo_aligner.core.types import InferenceBatch, Rollout, Scores
@@ -337,16 +336,13 @@ class RolloutTrainer(TrainingLoop):
                 )
             self.optimization_step += 1
             metrics |= self.update_counters(metrics)
-            self.log_update(metrics)
+            self.gather("train_optim/", metrics, self.optimization_step)
             yield metrics
         self.model.finish_training()
         self.optimizer.zero_grad()
 
     def update_counters(self, metrics: dict[str, Any]) -> dict[str, Any]:
         return {"optim_step": self.optimization_step, f"{self.SECTION}_step": self.step}
-
-    def log_update(self, metrics: dict[str, Any]) -> None:
-        self.gather("train_optim/", metrics, self.optimization_step)
 
     # -------------------------------------------------------------------------- logging of a step
 

@@ -3,8 +3,8 @@
 """What trainers expect of the parts that are not models (those: `models/alignable_interface.py`).
 
 A class fulfils a protocol by having its methods, as the remote clients and the fakes of the tests
-do; `algorithms/parts.py` completes parts that have NeMo-Aligner's only. Unless a method says
-otherwise, every rank of the job calls it.
+do; `algorithms/training_loop.py` completes parts that have NeMo-Aligner's only. Unless a method
+says otherwise, every rank of the job calls it.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping

@@ -50,7 +50,7 @@ class TextEncoder:
         data_cfg = data_cfg or {}
         self.tokenizer = tokenizer
         self.add_bos = begins_with_bos(tokenizer, data_cfg.get("add_bos"), "model.data.add_bos")
-        self.bos = [tokenizer.bos_id] if self.add_bos else []
+        self.bos: list[Any] = [tokenizer.bos_id] if self.add_bos else []
         self.append_eod = bool(data_cfg.get("append_eod"))
         self.fix_text: Callable[[str], str] | None = None
         if data_cfg.get("apply_ftfy"):
