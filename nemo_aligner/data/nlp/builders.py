@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
 from nemo.utils import logging
 from omegaconf import DictConfig, OmegaConf
 
@@ -26,10 +25,7 @@ from nemo_aligner.data.nlp.datasets import (
     RewardModelDataset,
 )
 from nemo_aligner.data.nlp.file_dataset import FileDataset
-from nemo_aligner.data.nlp.records import Records
-from nemo_aligner.data.nlp.sources import CHUNK_ID, DataFile, data_paths
-from nemo_aligner.parallel import parallel_state
-from nemo_aligner.training.stop_requests import ignore_signals
+from nemo_aligner.data.nlp.records import CHUNK_ID, DataFile, Records, data_paths
 
 # (train, validation, test); validation is a dict where there are several sets.
 Datasets = tuple[Any, Any, Any]
@@ -249,55 +245,6 @@ def _split(size: int, splits_string: str) -> list[int]:
     return [round(size * total / sum(weights)) for total in np.cumsum([0.0, *weights])]
 
 
-def build_dataloader(
-    cfg: DictConfig,
-    dataset: torch.utils.data.Dataset[Any],
-    consumed_samples: int,
-    mbs: int,
-    gbs: int,
-    drop_last: bool = True,
-    pad_samples_to_global_batch_size: bool = False,
-    collate_fn: Callable[[list[Any]], Any] | None = None,
-    load_gbs: bool = True,
-    use_random_sampler: bool = True,
-) -> torch.utils.data.DataLoader[Any]:
-    """Build a data loader for this data-parallel rank that starts after `consumed_samples`.
-
-    Args:
-        cfg: complete configuration; `model.seed` and `model.data.num_workers` are read.
-        consumed_samples: samples that all ranks together have used.
-        load_gbs: yield this rank's share of a global batch; False yields micro-batches.
-        use_random_sampler: shuffle, with a new permutation in each epoch.
-    """
-    sampler_classes: dict[tuple[bool, bool], type[samplers.BatchSampler]] = {
-        (True, True): samplers.MegatronPretrainingRandomBatchSampler,
-        (True, False): samplers.MegatronPretrainingRandomSampler,
-        (False, True): samplers.MegatronPretrainingBatchSampler,
-        (False, False): samplers.MegatronPretrainingSampler,
-    }
-    batch_sampler = sampler_classes[bool(use_random_sampler), bool(load_gbs)](
-        total_samples=len(dataset),  # type: ignore[arg-type]  # torch's class has no __len__
-        consumed_samples=consumed_samples,
-        micro_batch_size=mbs,
-        global_batch_size=gbs,
-        data_parallel_rank=parallel_state.get_data_parallel_rank(),
-        data_parallel_size=parallel_state.get_data_parallel_world_size(),
-        drop_last=drop_last,
-        pad_samples_to_global_batch_size=pad_samples_to_global_batch_size,
-        seed=cfg.model.seed,
-    )
-    return torch.utils.data.DataLoader(
-        dataset,
-        batch_sampler=batch_sampler,
-        num_workers=cfg.model.data.num_workers,
-        pin_memory=torch.cuda.is_available(),
-        collate_fn=collate_fn,
-        worker_init_fn=ignore_signals,
-        # Not from the global generator: each new iterator draws a seed.
-        generator=torch.Generator().manual_seed(cfg.model.seed),
-    )
-
-
 def build_dataset_generic(
     cls: Callable[..., Any],
     cfg: DictConfig,
@@ -336,6 +283,7 @@ def build_dataset_generic(
 
 # --- the data sets of each job ---
 
+build_dataloader = samplers.build_dataloader
 collate_with_batch_max_sequence_length = prompts.collate_with_batch_max_sequence_length
 collate_with_pad_to_max_batch = prompts.collate_with_pad_to_max_batch
 identity_collate = prompts.identity_collate

@@ -45,7 +45,8 @@ from nemo_aligner.data.nlp.record_encoder import (
     chat_form,
     say_default,
 )
-from nemo_aligner.data.nlp.sources import Record, data_paths
+from nemo_aligner.data.nlp.records import data_paths
+from nemo_aligner.data.nlp.sources import Record
 
 WHOLE, CUT, NO_RESPONSE_LEFT = 0, 1, 2  # notes of the records
 
