@@ -100,15 +100,6 @@ def test_only_numbers_are_metrics(value):
         CustomLoggerWrapper([]).log_metrics({"loss": value}, prefix="train/")
 
 
-def test_a_resumed_job_appends_and_a_torn_line_is_cut(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    CustomLoggerWrapper([], path).log_metrics({"a": 1}, step=1)
-    with open(path, "a") as file:
-        file.write('{"step": 2, "a"')  # the job was killed here
-    CustomLoggerWrapper([], path).log_metrics({"a": 2}, step=2)
-    assert [(line["step"], line["a"]) for line in read(path)] == [(1, 1), (2, 2)]
-
-
 @pytest.mark.parametrize("freed", [True, False])
 def test_lines_wait_while_there_is_no_space(tmp_path, monkeypatch, caplog, freed):
     """The system takes a line and a half, then nothing."""
