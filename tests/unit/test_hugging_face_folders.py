@@ -348,14 +348,9 @@ def test_a_larger_tokenizer_is_refused(write_folder):
 
 def test_the_table_of_the_page_lists_the_architectures():
     page = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
-    row = r"^\| .*? \| `(\w+)` \| yes \| yes \| (yes|no) \| (yes|no) \| (.*) \|$"
-    experts = {"mixtral", "qwen2_moe", "qwen3_moe"}
+    row = r"^\| .*? \| `(\w+)` \| (yes|no) \| (yes|no) \|$"
     expected = [
-        (
-            name,
-            *("yes" if has_class(each, role) else "no" for role in (PER_SAMPLE, PER_TOKEN)),
-            "TP, PP, EP" if name in experts else "TP, PP",
-        )
+        (name, *("yes" if has_class(each, role) else "no" for role in (PER_SAMPLE, PER_TOKEN)))
         for name, each in ARCHITECTURES.items()
     ]
     assert sorted(re.findall(row, page, re.M)) == sorted(expected)
