@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from nemo_aligner.algorithms.ppo_data import correct_for_sampler, treat_covariant_tokens
-from nemo_aligner.core.losses import ppo_actor_loss
-from nemo_aligner.core.surrogates import (
+from nemo_aligner.core.kl import (
     CovarianceSettings,
     SamplerCorrection,
     chosen_tokens,
     correction_factors,
     covariances,
 )
+from nemo_aligner.core.losses import ppo_actor_loss
 from tests.ppo_fakes import make_trainer
 
 ROWS, COLUMNS = 6, 7
