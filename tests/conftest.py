@@ -195,3 +195,28 @@ def models(tiny_tokenizer_dir, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("models")
     matrix.write_models(tiny_tokenizer_dir, folder)
     return folder
+
+
+PROMPTS = ["the film", "a dull plot and", "I loved the music", "Review: the story is"]
+PROMPTS += ["the first scene", "a long evening"]
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory, tiny_tokenizer_dir):
+    """For jobs of PPO and its like: a policy and a reward model (random weights) as .nemo files,
+    and prompts.
+    """
+    from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
+    from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRewardModel
+    from tests.tiny_models import tiny_config
+
+    folder = tmp_path_factory.mktemp("ppo")
+    policy = tiny_config(tiny_tokenizer_dir, seed=3)
+    MegatronGPTModel(policy).save_to(str(folder / "policy.nemo"))
+    reward = tiny_config(
+        tiny_tokenizer_dir, seed=4, output_sequence=False, force_head_dtype="float32"
+    )
+    MegatronGPTRewardModel(reward).save_to(str(folder / "rm.nemo"))
+    lines = [json.dumps({"text": f"{PROMPTS[i % len(PROMPTS)]} {i}"}) for i in range(48)]
+    (folder / "prompts.jsonl").write_text("\n".join([*lines, ""]))
+    return folder

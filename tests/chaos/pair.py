@@ -87,11 +87,10 @@ class Pair:
                 self.inputs,
                 self.folder,
                 self.port,
-                self.ranks,
-                "python",
                 test_ppo_job.TRITON,
                 test_ppo_job.CONSTANT_RATE,
                 f"trainer.hang_timeout_s={self.hang_timeout_s}",
+                ranks=self.ranks,
                 script=script,
             )
         code = REWARD_FUNCTION.format(root=str(phases.ROOT), folder=str(self.folder))
@@ -105,8 +104,6 @@ class Pair:
             "null",
             self.folder,
             self.port,
-            1,
-            "python",
             *extra,
             script=str(self.folder / "serve_reward_model.py"),
         )
@@ -127,9 +124,8 @@ class Pair:
             self.inputs,
             self.folder,
             self.network_port or self.port,
-            self.ranks,
-            "python",
             *extra,
+            ranks=self.ranks,
             script=str(self.folder / f"train_gpt_{section}_actor.py"),
         )
 

@@ -24,7 +24,6 @@ import pytest
 from tests.chaos.pair import STEPS, Pair, chaos
 from tests.chaos.phases import PLACES, owner_of
 from tests.faulty_network import FAULTS, FaultyNetwork
-from tests.functional.test_ppo_job import inputs  # noqa: F401  (a fixture)
 
 SIGNALS = ("SIGKILL", "SIGTERM", "SIGSTOP")
 INSTANTS = int(os.environ.get("CHAOS_INSTANTS", 10))  # 200 in a long run
@@ -156,7 +155,7 @@ def marks(cell: Cell) -> list:
 
 
 @pytest.fixture(scope="module")
-def new_pair(inputs, tiny_tokenizer_dir, tmp_path_factory):  # noqa: F811
+def new_pair(inputs, tiny_tokenizer_dir, tmp_path_factory):
     def make(kind: str, folder: Path, **settings) -> Pair:
         return Pair(kind, inputs, folder, tiny_tokenizer_dir, **settings)
 

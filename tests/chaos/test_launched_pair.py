@@ -12,7 +12,6 @@ import pytest
 from tests.chaos.pair import END_S, Pair
 from tests.chaos.phases import ROOT
 from tests.functional import jobs
-from tests.functional.test_ppo_job import inputs  # noqa: F401  (a fixture)
 from tests.patience import patience, wait_until
 
 
@@ -31,10 +30,7 @@ def commands(pair: Pair, monkeypatch) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_launcher_brings_a_killed_pair_to_its_end(
-    inputs,  # noqa: F811
-    tiny_tokenizer_dir,
-    tmp_path,
-    monkeypatch,
+    inputs, tiny_tokenizer_dir, tmp_path, monkeypatch
 ):
     undisturbed = Pair("ppo", inputs, tmp_path / "undisturbed", tiny_tokenizer_dir)
     undisturbed.run()

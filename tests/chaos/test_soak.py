@@ -10,7 +10,6 @@ import pytest
 
 from tests.chaos.pair import Pair
 from tests.functional.jobs import read_metrics
-from tests.functional.test_ppo_job import inputs  # noqa: F401  (a fixture)
 from tests.patience import wait_until
 
 STEPS = int(os.environ.get("CHAOS_SOAK_STEPS", 2000))
@@ -28,7 +27,7 @@ def memory_mb(pid: int) -> dict[str, float]:
 @pytest.mark.chaos
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
-def test_a_long_run_holds_what_a_short_one_does(inputs, tiny_tokenizer_dir, tmp_path):  # noqa: F811
+def test_a_long_run_holds_what_a_short_one_does(inputs, tiny_tokenizer_dir, tmp_path):
     pair = Pair("ppo", inputs, tmp_path, tiny_tokenizer_dir, steps=STEPS, interval=STEPS // 20)
     found: list[dict[str, float]] = []
 

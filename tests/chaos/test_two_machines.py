@@ -21,7 +21,6 @@ from tests.chaos.test_fault_matrix import Cell
 from tests.chaos.two_machines import Job, Machines, unavailable
 from tests.functional import test_ppo_job
 from tests.functional.jobs import ScriptJob, metric_names, read_metrics
-from tests.functional.test_ppo_job import inputs  # noqa: F401  (a fixture)
 from tests.functional.test_sft_rm_scripts import data, sft  # noqa: F401
 from tests.patience import patience, wait_until
 
@@ -75,7 +74,7 @@ class Run:
             more += [f"remote_critic_rm.critic.ip={address}"]
             make = test_ppo_job.actor
         more.append(test_ppo_job.CONSTANT_RATE)
-        return make(self.sources, here, self.port, ranks, "python", *more, **named)
+        return make(self.sources, here, self.port, *more, ranks=ranks, **named)
 
     def has_saved(self, side) -> bool:
         return bool(complete_checkpoints(self.folder / side / "checkpoints"))

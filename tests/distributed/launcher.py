@@ -59,6 +59,18 @@ def progress(what: str) -> None:
             file.write(f"{what}\n")
 
 
+def at_each(splits: dict[str, dict], compute: Callable, *args) -> dict:
+    """Body of a rank: what `compute(*args, **split)` gives at each split, by the split's name."""
+    from megatron.core.parallel_state import destroy_model_parallel
+
+    results = {}
+    for name, split in splits.items():
+        results[name] = compute(*args, **split)
+        progress(name)
+        destroy_model_parallel()  # the ranks stay
+    return results
+
+
 def run_ranks(fn: Callable, world_size: int, silence_s: float = 120.0, *args) -> list:
     """Call `fn(*args)` on `world_size` new processes that share a gloo process group.
 

@@ -303,61 +303,44 @@ def global_batch(role: str, masked_value: float, empty: bool = False) -> dict:
     def tokens():
         return torch.randint(0, 290, (SAMPLES, WIDTH), generator=generator)
 
-    def numbers(mean=0.0):
+    def numbers(mean=0.0, mask=responses):
         values = mean + 0.3 * torch.randn(SAMPLES, WIDTH - 1, generator=generator)
-        return torch.where(transitions, values, masked_value)
+        return torch.where(mask[:, 1:], values, masked_value)
+
+    def references(masks: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {f"ref_policy_log_probs_{n}": numbers(-5.5, mask) for n, mask in masks.items()}
 
     first, second = tokens(), tokens()
-    transitions = responses[:, 1:]
+    counts = responses.any(1)
+    swapped = LENGTHS.flip(0)
+    others = (column >= 2) & (column < swapped[:, None]) & counts[:, None]
+    loss_mask = {"loss_mask": responses.float()}
+    mask = {"mask": responses[:, 1:].float()}
     is_end = torch.ones(SAMPLES, dtype=torch.bool)
     is_end[5] = False
     if role == "actor":
-        transitions = transitions & is_end[:, None]
-        return {
-            "response_tokens": first,
-            "is_end": is_end,
-            "mask": responses[:, 1:].float(),
-            "advantages": numbers(),
-            "prev_logprobs": numbers(-5.5),
-            "old_kl_coefs": numbers(0.3),
-        }
+        ended = responses & is_end[:, None]
+        names = {"advantages": 0.0, "prev_logprobs": -5.5, "old_kl_coefs": 0.3}
+        drawn = {name: numbers(mean, ended) for name, mean in names.items()}
+        return {"response_tokens": first, "is_end": is_end, **mask, **drawn}
     if role == "reinforce":
         rewards = torch.randn(SAMPLES, generator=generator)
         rewards[EMPTY_SAMPLE] = rewards[5] = masked_value
-        return {
-            "response_tokens": first,
-            "is_end": is_end,
-            "mask": responses[:, 1:].float(),
-            "rewards_with_kl": rewards,
-            "baseline": torch.randn(SAMPLES, generator=generator),
-        }
+        drawn = {"rewards_with_kl": rewards, "baseline": torch.randn(SAMPLES, generator=generator)}
+        return {"response_tokens": first, "is_end": is_end, **mask, **drawn}
     if role.startswith("critic"):
-        return {
-            "tokens": first,
-            "returns": numbers(),
-            "prev_values": numbers(),
-            "mask": transitions.float(),
-        }
+        return {"tokens": first, "returns": numbers(), "prev_values": numbers(), **mask}
+    pairs = {"chosen": first, "rejected": second}
+    pairs |= {"chosen_length": LENGTHS, "rejected_length": swapped, **loss_mask}
     if role == "reward model":
-        lengths = {"chosen_length": LENGTHS, "rejected_length": LENGTHS.flip(0)}
-        return {"chosen": first, "rejected": second, **lengths, "loss_mask": responses.float()}
+        return pairs
     if role in ("dpo", "rpo"):
-        rejected = (column >= 2) & (column < LENGTHS.flip(0)[:, None]) & responses.any(1)[:, None]
-        references = {}
-        for name, mask in (("chosen", responses), ("rejected", rejected)):
-            transitions = mask[:, 1:]  # which `numbers` reads
-            references[f"ref_policy_log_probs_{name}"] = numbers(-5.5)
-        return {
-            "chosen": first,
-            "rejected": second,
-            "chosen_length": LENGTHS,
-            "rejected_length": LENGTHS.flip(0),
-            "loss_mask": responses.float(),
+        return pairs | {
             "chosen_mask": responses.float(),
-            "rejected_mask": rejected.float(),
+            "rejected_mask": others.float(),
             "chosen_reward": torch.arange(SAMPLES) / SAMPLES,
             "rejected_reward": torch.zeros(SAMPLES),
-            **references,
+            **references({"chosen": responses, "rejected": others}),
         }
     if role == "spin":
         pairs = global_batch("dpo", masked_value, empty)
@@ -368,7 +351,7 @@ def global_batch(role: str, masked_value: float, empty: bool = False) -> dict:
             for name in pairs
             if side in name and "reward" not in name
         }
-        return {**renamed, "loss_mask": pairs["loss_mask"], "is_end": is_end}
+        return {**renamed, **loss_mask, "is_end": is_end}
     if role == "distillation":
         order = torch.rand(SAMPLES, WIDTH, 290, generator=generator).argsort(-1)
         logits = -torch.rand(SAMPLES, WIDTH, TOP_K, generator=generator).cumsum(-1)
@@ -376,44 +359,34 @@ def global_batch(role: str, masked_value: float, empty: bool = False) -> dict:
         return {
             "tokens": first,
             "labels": second,
-            "loss_mask": responses.float(),
+            **loss_mask,
             "topk_token_ids": order[..., :TOP_K],  # in all slices of the vocabulary
             "topk_logits": torch.where(responses[..., None], logits, masked_value),
             "log_sum_exp_logits": torch.where(responses, log_sum_exp, masked_value),
         }
     if role == "kto":
-        columns = {"samples": responses}
-        columns["kl_samples"] = (column >= 1) & (column < LENGTHS.flip(0)[:, None])
-        references = {}
-        for name, mask in columns.items():
-            transitions = (mask & responses.any(1)[:, None])[:, 1:]  # which `numbers` reads
-            references[f"ref_policy_log_probs_{name}"] = numbers(-5.5)
+        of_kl = (column >= 1) & (column < swapped[:, None])
+        masks = {"samples": responses, "kl_samples": of_kl & counts[:, None]}
         return {
             "samples": first,
             "kl_samples": second,
             "sample_length": LENGTHS,
-            "kl_sample_length": LENGTHS.flip(0),
-            "loss_mask": responses.float(),
-            "sample_mask": columns["samples"].float(),
-            "kl_sample_mask": columns["kl_samples"].float(),
+            "kl_sample_length": swapped,
+            **loss_mask,
+            "sample_mask": responses.float(),
+            "kl_sample_mask": of_kl.float(),
             "preference": (torch.arange(SAMPLES) % 3 > 0).float(),
-            **references,
+            **references(masks),
         }
     if role == "regression":
         labels = torch.randn(SAMPLES, ATTRIBUTES, generator=generator)
         labels[0, 1] = -100.0  # no label
-        labels[~responses.any(1)] = masked_value
-        return {
-            "inputs": first,
-            "lengths": LENGTHS,
-            "labels": labels,
-            "loss_mask": responses.float(),
-        }
+        labels[~counts] = masked_value
+        return {"inputs": first, "lengths": LENGTHS, "labels": labels, **loss_mask}
     if role == "steerlm2":
         # Two responses to a prompt, of other lengths; one is missing, and so are all of a prompt.
-        counts = (column >= 2) & (column < LENGTHS.flip(0)[:, None]) & responses.any(1)[:, None]
-        counts[1] = False
-        masks = torch.stack([responses, counts], 1)
+        others[1] = False
+        masks = torch.stack([responses, others], 1)
         log_q = -5.5 * masks.sum(-1) + torch.randn(SAMPLES, 2, generator=generator)
         targets = torch.rand(SAMPLES, 2, generator=generator)
         targets = targets / (targets * masks.any(-1)).sum(1, keepdim=True)
@@ -425,8 +398,8 @@ def global_batch(role: str, masked_value: float, empty: bool = False) -> dict:
             "ws": torch.where(masks.any(-1), targets, masked_value),
         }
     if role == "sft":
-        return {"tokens": first, "labels": first.roll(-1, 1), "loss_mask": responses.float()}
-    return {"response_tokens": first, "mask": transitions.float()}
+        return {"tokens": first, "labels": first.roll(-1, 1), **loss_mask}
+    return {"response_tokens": first, **mask}
 
 
 def my_samples(size: int | None = None) -> slice:

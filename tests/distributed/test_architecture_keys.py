@@ -9,7 +9,7 @@ import torch
 from omegaconf import OmegaConf
 
 from nemo_aligner.training.megatron_steps import forward_collect
-from tests.distributed.launcher import progress, run_ranks
+from tests.distributed.launcher import at_each, run_ranks
 from tests.distributed.test_quick_splits import actor_of, update, updates
 from tests.tiny_models import NORMS_AFTER, tiny_config
 
@@ -109,17 +109,6 @@ def compute(nemo: str, **split) -> dict:
     return results | {"responses": output.response_tokens, "their logprobs": output.logprobs}
 
 
-def at_each(nemo: str, splits: dict) -> dict:
-    from megatron.core.parallel_state import destroy_model_parallel
-
-    results = {}
-    for name, split in splits.items():
-        results[name] = compute(nemo, **split)
-        progress(name)
-        destroy_model_parallel()  # the ranks stay
-    return results
-
-
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("case", CASES)
 def test_two_ranks_compute_as_one_does(tiny_tokenizer_dir, tmp_path, case):
@@ -129,7 +118,7 @@ def test_two_ranks_compute_as_one_does(tiny_tokenizer_dir, tmp_path, case):
     nemo = str(tmp_path / "policy.nemo")
     MegatronGPTModel(tiny_config(tiny_tokenizer_dir, "llama", **keys)).save_to(nemo)
     one = compute(nemo)
-    for rank in run_ranks(at_each, 2, 120, nemo, splits):
+    for rank in run_ranks(at_each, 2, 120, splits, compute, nemo):
         for split in splits:
             for name in one:
                 torch.testing.assert_close(
@@ -154,18 +143,16 @@ def across_a_checkpoint(nemo: str, folder: str, save: bool, **split) -> list[flo
     return update(*job)
 
 
-def resumed_at_each(nemo: str, folder: str, splits: dict) -> dict:
+def place(folder, split: dict) -> str:
+    return f"{folder}/{next(iter(split))}"
+
+
+def both_ways(nemo: str, folder: str, **split) -> tuple[list[float], list[float]]:
     from megatron.core.parallel_state import destroy_model_parallel
 
-    results = {}
-    for name, split in splits.items():
-        loaded = across_a_checkpoint(nemo, f"{folder}/one rank", False, **split)
-        destroy_model_parallel()
-        saved = across_a_checkpoint(nemo, f"{folder}/{name}", True, **split)
-        destroy_model_parallel()
-        results[name] = loaded, saved
-        progress(name)
-    return results
+    loaded = across_a_checkpoint(nemo, f"{folder}/one rank", False, **split)
+    destroy_model_parallel()
+    return loaded, across_a_checkpoint(nemo, place(folder, split), True, **split)
 
 
 @pytest.mark.timeout(400)
@@ -177,10 +164,10 @@ def test_a_model_of_unlike_layers_resumes_at_another_split(tiny_tokenizer_dir, t
     MegatronGPTModel(tiny_config(tiny_tokenizer_dir, "llama", **EXPERTS)).save_to(nemo)
     expected = across_a_checkpoint(nemo, str(tmp_path / "one rank"), True)
     splits = {name: CASES["experts"][1][name] for name in ("PP2", "TP2+SP", "EP2")}
-    for rank in run_ranks(resumed_at_each, 2, 120, nemo, str(tmp_path), splits):
+    for rank in run_ranks(at_each, 2, 120, splits, both_ways, nemo, str(tmp_path)):
         for name in splits:
             for numbers in rank[name]:
                 assert numbers == pytest.approx(expected, rel=1e-5, abs=1e-6), name
-    for name in splits:
-        again = across_a_checkpoint(nemo, str(tmp_path / name), False)
-        assert again == pytest.approx(expected, rel=1e-5, abs=1e-6), name
+    for split in splits.values():
+        again = across_a_checkpoint(nemo, place(tmp_path, split), False)
+        assert again == pytest.approx(expected, rel=1e-5, abs=1e-6), split

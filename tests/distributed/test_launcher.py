@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed.launcher import progress, run_ranks
+from tests.distributed.launcher import run_ranks
 from tests.patience import wait_until
 
 
@@ -42,14 +42,6 @@ def _sleep_with_a_child(folder):
     (Path(folder) / f"{dist.get_rank()}.tmp").write_text(f"{os.getpid()} {child.pid}")
     os.replace(Path(folder) / f"{dist.get_rank()}.tmp", Path(folder) / f"{dist.get_rank()}.pids")
     time.sleep(300)
-
-
-def _work_longer_than_the_limit():
-    for step in range(10):
-        time.sleep(0.5)
-        if dist.get_rank() == 0:
-            progress(f"step {step}")
-    return dist.get_rank()
 
 
 def _is_running(pid: int) -> bool:
@@ -94,7 +86,3 @@ def test_limit_kills_ranks_and_their_children(tmp_path, impatient):
     with pytest.raises(TimeoutError, match="_sleep_with_a_child: limit: no sign of life for 3 s"):
         run_ranks(_sleep_with_a_child, 2, 3, str(tmp_path))
     _wait_for_the_end_of(tmp_path)
-
-
-def test_slow_ranks_that_report_progress_are_left_alone():
-    assert run_ranks(_work_longer_than_the_limit, 2, 2) == [0, 1]

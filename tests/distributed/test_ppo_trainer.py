@@ -58,7 +58,7 @@ def run_trainer(batch_iterator_cls=None, settings=SETTINGS):
 
 
 def run_reinforce():
-    from tests.reinforce_fakes import make_reinforce_trainer
+    from tests.rs_fakes import make_reinforce_trainer
 
     return run(make_reinforce_trainer(val_check_interval=1))
 

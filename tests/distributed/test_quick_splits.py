@@ -10,7 +10,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from tests.distributed.launcher import progress, run_ranks
+from tests.distributed.launcher import at_each, run_ranks
 from tests.tiny_models import PPO, tiny_config
 
 SAMPLES, WIDTH = 4, 11
@@ -91,18 +91,6 @@ def updates(nemo: str, **split) -> dict:
     return {"steps": torch.tensor(steps), "logprobs": actor.get_inference_log_probs(tokens)}
 
 
-def at_each(splits: list[str], nemo: str) -> dict:
-
-    from megatron.core.parallel_state import destroy_model_parallel
-
-    results = {}
-    for name in splits:
-        results[name] = updates(nemo, **SPLITS[name])
-        progress(name)
-        destroy_model_parallel()  # the ranks stay
-    return results
-
-
 @pytest.fixture(scope="module")
 def nemo(tiny_tokenizer_dir, tmp_path_factory) -> str:
     """The initial weights of all: pipeline stages would draw others than one rank."""
@@ -121,7 +109,8 @@ def two_ranks(nemo, request):
         for item in request.session.items
         if item.path == request.path
     }
-    return run_ranks(at_each, 2, 120, [name for name in SPLITS if name in selected], nemo)
+    splits = {name: split for name, split in SPLITS.items() if name in selected}
+    return run_ranks(at_each, 2, 120, splits, updates, nemo)
 
 
 @pytest.fixture(scope="module")

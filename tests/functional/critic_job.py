@@ -18,6 +18,7 @@ import sys
 import tempfile
 import threading
 import time
+from functools import partialmethod
 from pathlib import Path
 
 import psutil
@@ -46,6 +47,14 @@ class TinyTokenizer:
 def build_model():
     """The critic and reward model, the same in every process."""
     import torch
+
+    def sum_over_ranks(tensor):
+        from nemo_aligner.parallel import parallel_state
+
+        if parallel_state.get_data_parallel_world_size() > 1:
+            group = parallel_state.get_data_parallel_group()
+            torch.distributed.all_reduce(tensor, group=group)
+        return tensor
 
     class TinyCritic(torch.nn.Module):
         """Value at t from the mean embedding of tokens <= t; reward from the last token.
@@ -85,32 +94,20 @@ def build_model():
             assert self.prepared == before, f"prepared for {self.prepared}, expected {before}"
             self.prepared = after
 
-        def prepare_for_inference(self):
-            self.switch(None, "inference")
-
-        def finish_inference(self):
-            self.switch("inference", None)
-
-        def prepare_for_training(self):
-            self.switch(None, "training")
+        prepare_for_inference = partialmethod(switch, None, "inference")
+        finish_inference = partialmethod(switch, "inference", None)
+        prepare_for_training = partialmethod(switch, None, "training")
+        prepare_for_training_step = partialmethod(switch, "training", "step")
 
         def finish_training(self):
             if self.prepared == "step":  # the step was given up
                 self.prepared = "training"
             self.switch("training", None)
 
-        def prepare_for_training_step(self):
-            self.switch("training", "step")
-
         def finish_training_step(self):
             self.switch("step", "training")
-            from nemo_aligner.parallel import parallel_state
-
-            if parallel_state.get_data_parallel_world_size() > 1:
-                for parameter in self.parameters():
-                    torch.distributed.all_reduce(
-                        parameter.grad, group=parallel_state.get_data_parallel_group()
-                    )
+            for parameter in self.parameters():
+                sum_over_ranks(parameter.grad)
 
         @torch.no_grad()
         def infer(self, inputs):
@@ -137,22 +134,13 @@ def build_model():
             hold NaN.
             """
             assert self.prepared == "step"
-            from nemo_aligner.parallel import parallel_state
-
             self.misbehave(batch["tokens"])
-            mask = batch["mask"]
-            count = mask.sum()
-            if parallel_state.get_data_parallel_world_size() > 1:
-                torch.distributed.all_reduce(count, group=parallel_state.get_data_parallel_group())
-            errors = (
-                torch.where(mask > 0, self(batch["tokens"])[:, :-1] - batch["returns"], 0.0) ** 2
-            )
-            loss = errors.sum() / count
+            mask = batch["mask"] > 0
+            count = sum_over_ranks(batch["mask"].sum())
+            errors = torch.where(mask, self(batch["tokens"])[:, :-1] - batch["returns"], 0.0)
+            loss = (errors**2).sum() / count
             loss.backward()
-            loss = loss.detach().clone()
-            if parallel_state.get_data_parallel_world_size() > 1:
-                torch.distributed.all_reduce(loss, group=parallel_state.get_data_parallel_group())
-            return float(loss), {}
+            return float(sum_over_ranks(loss.detach().clone())), {}
 
     return TinyCritic()
 

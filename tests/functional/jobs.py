@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import psutil
+import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from nemo_aligner.core.endings import ExitCode
@@ -139,6 +140,13 @@ def must_succeed(job: ScriptJob) -> None:
         assert not job.leftovers()
 
 
+def must_end_well(job: ScriptJob) -> ScriptJob:
+    """As `must_succeed`, for a job of minutes, or of torchrun."""
+    with job:
+        assert_ended_well(job, job.wait(240))
+    return job
+
+
 def must_fail_with(job: ScriptJob, *words: str) -> None:
     """The exit code of a user's error, no traceback, and one message at the end of the log that
     holds `words`.
@@ -163,6 +171,28 @@ def read_metrics(folder: Path, key: str) -> list[float]:
         if key in record:
             values[record["step"]] = record[key]
     return [values[step] for step in sorted(values)]
+
+
+def assert_same_metrics(folder: Path, expected: Path, names=None, last=False, **tolerance) -> None:
+    """Two jobs have logged the same numbers.
+
+    Args:
+        names: of metrics; None: all but times.
+        last: `folder` has those of the last steps only.
+        tolerance: of `pytest.approx`; without it they agree to the bit.
+    """
+    names = names or [n for n in metric_names(folder) if not n.endswith(("time", "/generate"))]
+    assert names
+    for name in names:
+        found, wanted = read_metrics(folder, name), read_metrics(expected, name)
+        wanted = wanted[-len(found) :] if last else wanted
+        assert wanted and found == (pytest.approx(wanted, **tolerance) if tolerance else wanted), (
+            name
+        )
+
+
+def write_lines(path: Path, records: list[dict]) -> None:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
 def metric_names(folder: Path) -> list[str]:
@@ -190,9 +220,9 @@ def reward_server(
     rm_file,
     folder: Path,
     port: int,
+    *extra: str,
     ranks=1,
     launcher="python",
-    *extra: str,
     script: str = "serve_reward_model.py",
 ) -> ScriptJob:
     """serve_reward_model.py with the reward model of `rm_file`; it logs to `folder`/reward.log."""

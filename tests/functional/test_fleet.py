@@ -276,30 +276,22 @@ def two_rank_client(port, dead_port, log_file):
     client = RemoteGPTRMClient(config)
     # As users of NeMo-Aligner take it: a tensor [b, 1].
     rewards = client.infer_rm(rollout(2)).result().squeeze(1)
+    # Of the last one the other rank sends nothing.
+    unsuitable = {**rollout(1), "prompt_lengths": torch.ones(5, dtype=torch.int64)}
     errors = []
-    for bad in (RAISE, NAN):
-        try:
-            client.infer_rm(rollout(1, first=bad)).result()
-        except ServerRequestError as error:
-            errors.append(str(error))
-    unsuitable = {
-        **rollout(1),
-        "prompt_lengths": torch.ones(5, dtype=torch.int64),
-    }  # the other rank sends nothing
-    try:
-        client.infer_rm(unsuitable).result()
-    except ServerRequestError as error:
-        errors.append(str(error))
+    for bad in (rollout(1, first=RAISE), rollout(1, first=NAN), unsuitable):
+        with pytest.raises(ServerRequestError) as caught:
+            client.infer_rm(bad).result()
+        errors.append(str(caught.value))
     again = client.infer_rm(rollout(2)).scores().rewards
     connections = len(client.reward_models.fleets)
     client.close()
     config = OmegaConf.create(
         {"init_timeout_s": 1, "reward_model": {"ip": "127.0.0.1", "port": dead_port}}
     )
-    try:
+    with pytest.raises(ServerUnreachableError) as unreachable:
         RemoteGPTRMClient(config)
-    except ServerUnreachableError as error:
-        errors.append(str(error))
+    errors.append(str(unreachable.value))
     return rewards, again, errors, connections
 
 

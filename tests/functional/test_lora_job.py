@@ -4,7 +4,6 @@
 and resumed, to a PEFT folder, with which `peft` generates the same text as this package.
 """
 
-import json
 import shutil
 
 import pytest
@@ -24,6 +23,7 @@ from tests.functional.jobs import (
     must_succeed,
     read_metrics,
     wait_for_log,
+    write_lines,
 )
 from tests.functional.test_ppo_job import actor, critic
 from tests.oracles import oracle
@@ -48,10 +48,6 @@ QUESTION = {"role": "user", "content": "the film?"}
 
 def turn(text: str) -> list[dict]:
     return [{"role": "assistant", "content": text}]
-
-
-def write_lines(path, records) -> None:
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
 @pytest.fixture
@@ -171,12 +167,10 @@ def ppo(data, folder, tuned, judge, kill: bool = False) -> None:
             data,
             folder,
             port,
-            1,
-            "python",
             f"pretrained_checkpoint.restore_from_path={judge}",
             *[key for key in LORA if "chat_template" not in key],
         ) as server,
-        actor(data, folder, port, 1, "python", policy, *more, *limits) as job,
+        actor(data, folder, port, policy, *more, *limits) as job,
     ):
         if kill:
             wait_for_log(job, "saved checkpoint")

@@ -146,7 +146,7 @@ def port(request, rm_file):
     """Port of a running server with one rank."""
     port, front = find_free_port(), f"server.frontend={request.param}"
     folder = rm_file.parent / request.param
-    with reward_server(rm_file, folder, port, 1, "python", front) as job:
+    with reward_server(rm_file, folder, port, front) as job:
         wait_until_serving(job)
         yield port
         assert_ended_well(job, job.stop())
@@ -227,21 +227,6 @@ def test_a_policy_with_another_tokenizer_is_refused(
     )
 
 
-def test_clients_that_name_their_tokenizer_and_others_at_once(port, model, tiny_tokenizer):
-    """Triton merges what comes together; it gets its own rewards whether or not it says its
-    tokenizer.
-    """
-    every = [make_rows(3, seed, longest=12) for seed in range(12)]
-    name = {"tokenizer": np.full((3, 1), tokenizer_fingerprint(tiny_tokenizer).encode())}
-    with concurrent.futures.ThreadPoolExecutor(6) as pool:
-        pending = [
-            pool.submit(ask, port, **request(rows), **(name if i % 2 else {}))
-            for i, rows in enumerate(every)
-        ]
-    for rows, answer in zip(every, pending):
-        np.testing.assert_allclose(answer.result()["rewards"], direct(model, rows), **TOLERANCE)
-
-
 # ---- two ranks ----
 
 
@@ -260,7 +245,7 @@ def test_two_ranks_give_the_same_scores_and_end_clean(
         f"inference.strip_sequence_length_to_multiple={strip}",
         "inference.inference_micro_batch_size=[2,4]",
     ]
-    with reward_server(rm_file, tmp_path / "two", port, 2, launcher, *extra) as job:
+    with reward_server(rm_file, tmp_path / "two", port, *extra, ranks=2, launcher=launcher) as job:
         wait_until_serving(job)
         assert_scores_are_direct(port, model)
         assert_ended_well(job, job.stop())
@@ -275,106 +260,50 @@ def test_two_ranks_give_the_same_scores_and_end_clean(
 
 @pytest.fixture(scope="module")
 def regression(tiny_tokenizer_dir, tmp_path_factory):
-    """A regression model of two attributes, random weights, and its file; it gives both
-    numbers.
-    """
+    """The file of a model of two attributes."""
     from nemo_aligner.models.nlp.gpt.megatron_gpt_regression_reward_model import (
         MegatronGPTRegressionRewardModel,
     )
 
-    config = {"num_attributes": 2, "merge_attributes": False}
-    model = MegatronGPTRegressionRewardModel(
-        tiny_config(tiny_tokenizer_dir, seed=5, reward_model_type="regression", regression=config)
-    )
-    model.prepare_for_inference()
+    both = {"num_attributes": 2, "merge_attributes": False}
+    cfg = tiny_config(tiny_tokenizer_dir, reward_model_type="regression", regression=both)
     path = tmp_path_factory.mktemp("regression") / "rm.nemo"
-    model.save_to(str(path))
-    return model, path
-
-
-@pytest.mark.full
-def test_attributes_are_served_as_their_weighted_sum(regression, tmp_path):
-    model, path = regression
-    port = find_free_port()
-    extra = [
-        "model.regression.merge_attributes=True",
-        "model.regression.attribute_weights=[0.7,-2.0]",
-    ]
-    with reward_server(path, tmp_path / "merged", port, 1, "python", *extra) as job:
-        wait_until_serving(job)
-        rows = make_rows(5, seed=4)
-        scores = torch.cat([model.infer((row[None], torch.tensor([len(row)]))) for row in rows])
-        assert scores.shape == (5, 2)
-        answer = ask(port, **request(rows, 48, fill=1))
-        np.testing.assert_allclose(
-            answer["rewards"], scores.numpy() @ np.array([[0.7], [-2.0]]), **TOLERANCE
-        )
-        assert_ended_well(job, job.stop())
+    MegatronGPTRegressionRewardModel(cfg).save_to(str(path))
+    return path
 
 
 def test_what_cannot_be_served_is_one_clear_error(
     regression, rm_file, tiny_tokenizer_dir, tmp_path
 ):
-    """Tokens of several attributes; a language model; a critic; a port in use. All at once, to
+    """A language model; a critic; a port in use; attributes that are not merged. All at once, to
     save their starts.
     """
     from nemo_aligner.models.nlp.gpt.megatron_gpt_critic import MegatronGPTCriticModel
     from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 
     MegatronGPTModel(tiny_config(tiny_tokenizer_dir)).save_to(str(tmp_path / "policy.nemo"))
-    MegatronGPTCriticModel(tiny_config(tiny_tokenizer_dir, output_sequence=True)).save_to(
-        str(tmp_path / "critic.nemo")
-    )
+    cfg = tiny_config(tiny_tokenizer_dir, output_sequence=True)
+    MegatronGPTCriticModel(cfg).save_to(str(tmp_path / "critic.nemo"))
+    policy, critic = tmp_path / "policy.nemo", tmp_path / "critic.nemo"
+    merged = "model.regression.merge_attributes=True"
+    weights = "model.regression.attribute_weights=[2.0]"  # of one attribute, not merged
     with socket.socket() as taken, contextlib.ExitStack() as stack:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         busy = taken.getsockname()[1]
         cases = [
-            (
-                tmp_path / "policy.nemo",
-                find_free_port(),
-                ["policy.nemo holds no head", "train_reward_model.py"],
-            ),
-            (
-                tmp_path / "critic.nemo",
-                find_free_port(),
-                ["model.output_sequence=True", "serve a reward model"],
-            ),
-            (rm_file, busy, [f"127.0.0.1:{busy}", "inference.port"]),
+            (policy, None, [], ["policy.nemo holds no head", "train_reward_model.py"]),
+            (critic, None, [], ["model.output_sequence=True", "serve a reward model"]),
+            (rm_file, busy, [], [f"127.0.0.1:{busy}", "inference.port"]),
+            (rm_file, None, [weights], ["attribute_weights=[2.0]", merged]),
+            (regression, None, ["inference.rewards_per=token"], ["2 attributes", merged]),
         ]
-        jobs = [
-            (stack.enter_context(reward_server(path, tmp_path / str(i), port)), words)
-            for i, (path, port, words) in enumerate(cases)
-        ]
-        weights = (
-            "model.regression.attribute_weights=[2.0]"  # of a model with one attribute, not merged
-        )
-        job = stack.enter_context(
-            reward_server(rm_file, tmp_path / "w", find_free_port(), 1, "python", weights)
-        )
-        jobs.append((job, ["attribute_weights=[2.0]", "model.regression.merge_attributes=True"]))
-        per_token = "inference.rewards_per=token"
-        job = stack.enter_context(
-            reward_server(regression[1], tmp_path / "t", find_free_port(), 1, "python", per_token)
-        )
-        jobs.append((job, ["2 attributes", "model.regression.merge_attributes=True"]))
+        jobs = []
+        for i, (path, port, extra, words) in enumerate(cases):
+            job = reward_server(path, tmp_path / str(i), port or find_free_port(), *extra)
+            jobs.append((stack.enter_context(job), words))
         for job, words in jobs:
             assert job.wait(150) == ExitCode.USER_ERROR
             message = job.log.split("ERROR: ")[-1]
             assert all(word in message for word in words), job.log[-2000:]
             assert "Traceback" not in job.log
-
-
-@pytest.mark.full
-def test_a_name_of_its_own_and_standardized_rewards(rm_file, model, tmp_path):
-    port = find_free_port()
-    standard = "{enable: True, mean: 0.5, std: 2.0}"
-    extra = ["inference.model_name=helpfulness", f"model.reward_standardization={standard}"]
-    with reward_server(rm_file, tmp_path / "named", port, 1, "python", *extra) as job:
-        wait_until_serving(job)
-        rows = make_rows(4, seed=3)
-        answer = ask(port, "helpfulness", **request(rows))
-        np.testing.assert_allclose(
-            answer["rewards"], (direct(model, rows) - 0.5) / 2.0, **TOLERANCE
-        )
-        assert_ended_well(job, job.stop())

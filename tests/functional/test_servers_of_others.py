@@ -28,7 +28,6 @@ from tests.functional.nemo_aligner_server import (
     initial_weights,
 )
 from tests.functional.test_critic_server import client_config, make_training_data
-from tests.functional.test_ppo_job import inputs  # noqa: F401  (a fixture)
 from tests.functional.triton_process import TritonProcess
 
 pytestmark = pytest.mark.timeout(600)
@@ -203,17 +202,13 @@ def separate(reward_server):
 @pytest.mark.full
 @pytest.mark.parametrize("combined, ranks", [(True, 1), (False, 2)])
 def test_ppo_runs_against_a_critic_of_nemo_aligner(
-    inputs,  # noqa: F811
-    tmp_path,
-    reward_server,
-    combined,
-    ranks,
+    inputs, tmp_path, reward_server, combined, ranks
 ):
     """Rewards from the critic, or from the server of the docs with two data-parallel ranks."""
     with NeMoAlignerCritic(combined) as server:
         server.wait_until_ready()
         extra = [] if combined else separate(reward_server)
-        with test_ppo_job.actor(inputs, tmp_path, server.port, ranks, "python", *extra) as job:
+        with test_ppo_job.actor(inputs, tmp_path, server.port, *extra, ranks=ranks) as job:
             assert_ended_well(job, job.wait(240))
             assert len(lines_of(job, "has no endpoint 'critic_status'")) == 1
         sent = [endpoint for endpoint, _ in server.requests()]
@@ -226,14 +221,11 @@ def test_ppo_runs_against_a_critic_of_nemo_aligner(
 
 @pytest.mark.full
 def test_rejection_sampling_runs_against_the_reward_server_of_the_docs(
-    inputs,  # noqa: F811
-    tmp_path,
-    reward_server,
+    inputs, tmp_path, reward_server
 ):
-    folder = tmp_path / "rs"
-    with test_rs_job.actor(inputs, folder, reward_server.port) as job:
+    with test_rs_job.actor(inputs, tmp_path, reward_server.port) as job:
         assert_ended_well(job, job.wait(240))
         assert len(lines_of(job, "has no input 'tokenizer'")) == 1
-    assert len(read_metrics(folder / "actor", "train_optim/loss")) == 6
-    samples = [json.loads(line) for line in (folder / "actor/val_samples.jsonl").open()]
+    assert len(read_metrics(tmp_path / "actor", "train_optim/loss")) == 6
+    samples = [json.loads(line) for line in (tmp_path / "actor/val_samples.jsonl").open()]
     assert samples and all(sample["reward"] == int(sample["reward"]) for sample in samples)

@@ -17,8 +17,7 @@ from nemo_aligner.core.types import Scores
 from nemo_aligner.training.stop_requests import stop_requests
 from tests import ppo_fakes
 from tests.ppo_fakes import fit_until_stopped, make_trainer
-from tests.reinforce_fakes import make_reinforce_trainer
-from tests.rs_fakes import make_rs_trainer
+from tests.rs_fakes import make_reinforce_trainer, make_rs_trainer
 
 NAN = float("nan")
 

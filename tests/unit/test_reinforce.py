@@ -9,7 +9,7 @@ import torch
 from nemo.utils import logging
 
 from nemo_aligner.core.errors import PolicyReferenceError
-from tests.reinforce_fakes import make_reinforce_trainer
+from tests.rs_fakes import make_reinforce_trainer
 
 NAN = float("nan")
 
