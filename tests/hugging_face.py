@@ -109,11 +109,7 @@ def _gpt2() -> torch.nn.Module:
 _GELU_WITH_BIAS = dict(
     normalization="layernorm", activation="gelu", bias=True, bias_activation_fusion=True
 )
-_EXPERTS = dict(
-    num_experts=EXPERTS,
-    num_experts_per_tok=3,
-    moe_intermediate_size=EXPERT_FFN,
-)
+_EXPERTS = dict(num_experts=EXPERTS, num_experts_per_tok=3, moe_intermediate_size=EXPERT_FFN)
 _NEMO_EXPERTS = dict(num_moe_experts=EXPERTS, moe_router_topk=3, moe_ffn_hidden_size=EXPERT_FFN)
 _GEMMA = NEMO_LLAMA | dict(
     kv_channels=16,
@@ -146,10 +142,7 @@ MODELS = {
         ),
     ),
     # Hugging Face counts a position's own in its window, Megatron Core and NeMo do not.
-    "Mistral": Model(
-        rms("Mistral", sliding_window=100),
-        NEMO_LLAMA | dict(window_size=[99, 0]),
-    ),
+    "Mistral": Model(rms("Mistral", sliding_window=100), NEMO_LLAMA | dict(window_size=[99, 0])),
     "Qwen 2": Model(rms("Qwen2"), NEMO_LLAMA | dict(qkv_bias=True)),
     "Qwen 2, windows in the later layers": Model(
         rms("Qwen2", use_sliding_window=True, sliding_window=100, max_window_layers=1),
@@ -216,8 +209,7 @@ MODELS = {
         NEMO_LLAMA | dict(no_rope_freq=2),
     ),
     "Qwen 3": Model(
-        rms("Qwen3", head_dim=16),
-        NEMO_LLAMA | dict(kv_channels=16, qk_layernorm=True),
+        rms("Qwen3", head_dim=16), NEMO_LLAMA | dict(kv_channels=16, qk_layernorm=True)
     ),
     # It stores queries, keys and values as one matrix, and the two halves of a SwiGLU.
     "Phi 3": Model(

@@ -18,12 +18,7 @@ from tests import hugging_face
 from tests.tiny_models import tiny_config
 
 BATCH = 4
-RESPONSES = [
-    "was a joy",
-    " is dull, and far too long",
-    " bad",
-    "ly made, but well played; warm",
-]
+RESPONSES = ["was a joy", " is dull, and far too long", " bad", "ly made, but well played; warm"]
 CHAT = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}"
     "{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"

@@ -27,10 +27,7 @@ GROWTH_MB = 64  # of all processes of the server, between a tenth of the request
 ROWS, WIDTH = 3, 8
 TOKENS = np.arange(ROWS * WIDTH).reshape(ROWS, WIDTH) % (RAISE - 2)
 VALID = {
-    "critic_infer": {
-        "tokens": TOKENS,
-        "sequence_lengths": np.full((ROWS, 1), WIDTH),
-    },
+    "critic_infer": {"tokens": TOKENS, "sequence_lengths": np.full((ROWS, 1), WIDTH)},
     "critic_train": {
         "tokens": TOKENS,
         "returns": np.ones((ROWS, WIDTH - 1), np.float32),

@@ -249,11 +249,7 @@ def _rank_main(fn, rank: int, world_size: int, folder: Path, environment: dict, 
             store = dist.FileStore(str(folder / "store"), world_size)
             store.set_timeout(timedelta(days=1))
             dist.init_process_group(
-                "gloo",
-                store=store,
-                rank=rank,
-                world_size=world_size,
-                timeout=timedelta(days=1),
+                "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(days=1)
             )
             progress("joined the process group")
             _write(fn(*args), folder / f"rank{rank}.result")

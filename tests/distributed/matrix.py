@@ -692,12 +692,7 @@ def variants(architecture: str, role: str, split: Split) -> list[tuple[str, int 
 
 
 def compute(
-    tokenizer_dir,
-    folder,
-    architecture: str,
-    role: str,
-    split: Split,
-    masked_value: float,
+    tokenizer_dir, folder, architecture: str, role: str, split: Split, masked_value: float
 ):
     """All numbers of a case, `{quantity: value}`; whole tensors on rank 0 only.
 

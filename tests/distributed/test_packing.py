@@ -45,9 +45,7 @@ def updates(nemo: str, path: str, packed: bool, reduction: str, **split) -> dict
     on rank 0. All ranks call it.
     """
     cfg = OmegaConf.merge(
-        sources.read_config(nemo),
-        {"micro_batch_size": 1, "loss_reduction": reduction},
-        split,
+        sources.read_config(nemo), {"micro_batch_size": 1, "loss_reduction": reduction}, split
     )
     model = GPTSFTModel.restore_from(nemo, override_config_path=cfg)
     optimizer, scheduler = model.setup_megatron_optimization(max_steps=10)

@@ -143,11 +143,7 @@ def refusals(make, name):
     found, state = {}, {"consumed_samples": 0, f"{name}_optimization_step": 0}
     for key, changes, kind in (
         ("unequal_states", {"step": torch.distributed.get_rank()}, RuntimeError),
-        (
-            "other_steps",
-            {"step": 1, "consumed_samples": 6, "num_rollout_samples": 6},
-            UserError,
-        ),
+        ("other_steps", {"step": 1, "consumed_samples": 6, "num_rollout_samples": 6}, UserError),
     ):
         try:
             make().load_state_dict(state | changes)

@@ -12,14 +12,7 @@ from nemo_aligner.parallel import parallel_state
 from tests.distributed.launcher import run_ranks
 from tests.distributed.matrix import ADAM_EPS, deviation, gathered
 from tests.preference_jobs import write
-from tests.spin_jobs import (
-    LORA,
-    STEPS,
-    records,
-    sft_data,
-    tiny_model,
-    trainer_of,
-)
+from tests.spin_jobs import LORA, STEPS, records, sft_data, tiny_model, trainer_of
 
 SPLITS = {
     "DP2": ({}, {}),
@@ -77,11 +70,7 @@ def expected_on_one_rank(tokenizer_dir, folder):
 
 @pytest.mark.full
 @pytest.mark.timeout(450)
-@pytest.mark.parametrize(
-    "cases",
-    [CASES, OTHERS],
-    ids=["model-parallel", "data-parallel"],
-)
+@pytest.mark.parametrize("cases", [CASES, OTHERS], ids=["model-parallel", "data-parallel"])
 def test_two_ranks_at_any_split_equal_one(tiny_tokenizer_dir, tmp_path, cases):
     write(tmp_path / DATA, records())
     # The initial weights of a new model depend on the split.

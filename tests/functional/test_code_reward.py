@@ -137,10 +137,7 @@ def port(tmp_path_factory, tiny_tokenizer_dir):
     """A running server with two workers and `SAMPLE_S` per sample; SIGTERM ends it clean."""
     folder, port = tmp_path_factory.mktemp("code") / "server", find_free_port()
     with code_reward_server(
-        folder,
-        port,
-        tiny_tokenizer_dir,
-        f"inference.reward_fn_timeout_s={SAMPLE_S}",
+        folder, port, tiny_tokenizer_dir, f"inference.reward_fn_timeout_s={SAMPLE_S}"
     ) as job:
         wait_until_serving(job)
         yield port
@@ -171,10 +168,7 @@ def test_scores_are_the_functions_own(port, tiny_tokenizer):
 @pytest.mark.parametrize(
     "response, words",
     [
-        (
-            "raise",
-            ["1 of 3: LookupError: nothing to see (reward.py:7 in score); prompt"],
-        ),
+        ("raise", ["1 of 3: LookupError: nothing to see (reward.py:7 in score); prompt"]),
         ("slow", [f"took longer than {SAMPLE_S} s", "inference.reward_fn_timeout_s"]),
         ("die", ["exit code 3"]),
     ],

@@ -12,16 +12,8 @@ import pytest
 from nemo_aligner.core.endings import ExitCode
 from nemo_aligner.servers.ports import find_free_port
 from tests.functional import test_rs_job
-from tests.functional.jobs import (
-    assert_same_metrics,
-    must_end_well,
-    must_fail_with,
-    read_metrics,
-)
-from tests.functional.test_ppo_job import (
-    run_pair,
-    without_critic,
-)
+from tests.functional.jobs import assert_same_metrics, must_end_well, must_fail_with, read_metrics
+from tests.functional.test_ppo_job import run_pair, without_critic
 
 pytestmark = pytest.mark.timeout(600)  # several processes; their own limits are shorter
 

@@ -25,13 +25,7 @@ from nemo_aligner.servers.scoring_clients import RemoteGPTRMClient
 from tests.distributed.launcher import run_ranks
 from tests.functional.critic_job import CriticJob, build_model
 from tests.functional.jobs import remote_rm
-from tests.functional.toy_reward_server import (
-    NAN,
-    RAISE,
-    SLEEP,
-    ToyRewardServer,
-    expected_rewards,
-)
+from tests.functional.toy_reward_server import NAN, RAISE, SLEEP, ToyRewardServer, expected_rewards
 from tests.patience import Deadline, patience, wait_until
 from tests.processes import is_alive
 

@@ -19,12 +19,7 @@ from nemo_aligner.core.errors import ServerRequestError
 from nemo_aligner.core.tokenizer import tokenizer_fingerprint
 from nemo_aligner.servers.ports import find_free_port
 from nemo_aligner.servers.scoring_clients import RemoteGPTRMClient
-from tests.functional.jobs import (
-    assert_ended_well,
-    remote_rm,
-    reward_server,
-    wait_until_serving,
-)
+from tests.functional.jobs import assert_ended_well, remote_rm, reward_server, wait_until_serving
 from tests.patience import patience
 from tests.tiny_models import tiny_config
 

@@ -22,11 +22,7 @@ from nemo_aligner.servers.exchange import Exchange, InferRequest, Peer, token_he
 from nemo_aligner.servers.front import Front
 from nemo_aligner.servers.http_communicator import HTTPCommunicator
 from nemo_aligner.servers.ports import find_free_port
-from nemo_aligner.servers.schema import (
-    RequestError,
-    critic_save_endpoint,
-    reward_model_endpoint,
-)
+from nemo_aligner.servers.schema import RequestError, critic_save_endpoint, reward_model_endpoint
 from nemo_aligner.servers.served_model import ServerMismatchError
 from tests.asgi_front import AsgiFront
 from tests.certificates import make_certificate

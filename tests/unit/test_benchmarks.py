@@ -40,10 +40,7 @@ def build(name, file):
 @pytest.mark.slow
 def test_sides_take_turns(module, tmp_path):
     measure, file = module("measure"), tmp_path / "calls"
-    with (
-        measure.Side(build, "a", file) as ours,
-        measure.Side(build, "b", file) as peer,
-    ):
+    with measure.Side(build, "a", file) as ours, measure.Side(build, "b", file) as peer:
         figures = measure.in_turns({"ours": ours, "peer": peer}, "case", 3)
     assert file.read_text() == "abababab"
     assert [len(f.cpu) for f in figures.values()] == [3, 3]  # the first round does not count

@@ -10,12 +10,7 @@ from omegaconf import OmegaConf
 
 from nemo_aligner.config import parallel_rules
 from nemo_aligner.config import schema as config_schema
-from nemo_aligner.config.checks import (
-    check_config,
-    check_keys,
-    nearest_key,
-    unknown_keys,
-)
+from nemo_aligner.config.checks import check_config, check_keys, nearest_key, unknown_keys
 from nemo_aligner.config.defaults import complete_config, drop_unset
 from nemo_aligner.config.inert_keys import INERT
 from nemo_aligner.config.parallel_rules import (

@@ -221,8 +221,7 @@ def test_a_dense_checkpoint_cannot_become_a_mixture_of_experts(tiny_tokenizer_di
     ).save_to(path)
     mixture = OmegaConf.merge(dense, {"num_moe_experts": 2, "moe_ffn_hidden_size": 48})
     with pytest.raises(
-        UserError,
-        match=r"lacks \d+ weight.* such as 'model.*(router|experts).*model_config.yaml",
+        UserError, match=r"lacks \d+ weight.* such as 'model.*(router|experts).*model_config.yaml"
     ):
         MegatronGPTModel.restore_from(path, override_config_path=mixture)
 

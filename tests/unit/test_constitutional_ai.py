@@ -13,19 +13,8 @@ from pathlib import Path
 import chat_models
 import constitutional
 import pytest
-from chat_models import (
-    Sampling,
-    ServedChatModel,
-    Turn,
-    read_api_key,
-    text_form,
-)
-from constitutional import (
-    Generator,
-    Progress,
-    read_judgement,
-    stream_seed,
-)
+from chat_models import Sampling, ServedChatModel, Turn, read_api_key, text_form
+from constitutional import Generator, Progress, read_judgement, stream_seed
 from nemo.collections.common.tokenizers.bytelevel_tokenizers import ByteLevelTokenizer
 from omegaconf import OmegaConf
 
@@ -396,10 +385,7 @@ def test_comparisons_are_data_of_a_reward_model_and_of_ppo(tmp_path, monkeypatch
         # Another judge, another constitution, and other responses to the same prompts.
         constitution = tmp_path / "constitution"
         constitution.write_text("Say which is least harmful.")
-        for other in (
-            "--ngc-model=other",
-            f"--sys-prompt-constitution-file-path={constitution}",
-        ):
+        for other in ("--ngc-model=other", f"--sys-prompt-constitution-file-path={constitution}"):
             error = run(RL, monkeypatch, capsys, *given, other, folder=CAI)
             assert "cai_preference_dataset.jsonl, line 1: it is no result of this" in error
         (tmp_path / "rl/cai_candidate_dataset.jsonl").unlink()

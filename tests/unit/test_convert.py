@@ -15,11 +15,7 @@ from safetensors.torch import load_file
 
 from nemo_aligner.checkpoint import nemo_archive, torch_dist_stream
 from nemo_aligner.checkpoint.hugging_face import writing
-from nemo_aligner.checkpoint.hugging_face.architecture import (
-    PER_SAMPLE,
-    PER_TOKEN,
-    as_class_reads,
-)
+from nemo_aligner.checkpoint.hugging_face.architecture import PER_SAMPLE, PER_TOKEN, as_class_reads
 from nemo_aligner.checkpoint.hugging_face.writing import describe
 from nemo_aligner.convert.__main__ import main
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel

@@ -13,10 +13,7 @@ from nemo.collections.common.tokenizers import AutoTokenizer, SentencePieceToken
 from omegaconf import OmegaConf
 
 from nemo_aligner.core.errors import ConfigError, UserError
-from nemo_aligner.data.nlp.builders import (
-    build_dataloader,
-    collate_with_pad_to_max_batch,
-)
+from nemo_aligner.data.nlp.builders import build_dataloader, collate_with_pad_to_max_batch
 from nemo_aligner.data.nlp.datasets import (
     DPOModelDataset,
     KTOModelDataset,

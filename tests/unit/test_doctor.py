@@ -115,13 +115,7 @@ TORCH = "torch<2.14,>=2.6"
     ("error", "installed", "wrong", "status", "words"),
     [
         (ImportError(), None, "not installed", MISSING, f"not installed. pip install '{TORCH}'"),
-        (
-            OSError("no"),
-            "2.13.0",
-            "",
-            MISSING,
-            r"not import \(OSError: no\).*--force",
-        ),
+        (OSError("no"), "2.13.0", "", MISSING, r"not import \(OSError: no\).*--force"),
         (BROKEN, "2.13.0", "", MISSING, "undefined symbol.*that fits this torch.*pip uninstall"),
         (None, "2.5.0", "installed: 2.5.0", WARNING, f"2.5.0;.*pip install '{TORCH}'"),
         (None, "2.13.0", "", OK, "2.13.0"),

@@ -221,11 +221,7 @@ def test_responses_follow_the_weights_through_training(tiny_tokenizer_dir, promp
     [
         ([[1, 2, 3]], 0, "prompt 0 of the batch is empty"),
         ([[1, 2, 3]], 4, "length of 4 exceeds the width"),
-        (
-            [[1] * 50],
-            48,
-            "prompt 0 of the batch has 48 tokens: no room for a response within 48",
-        ),
+        ([[1] * 50], 48, "prompt 0 of the batch has 48 tokens: no room for a response within 48"),
         ([[1, 300, 3]], 2, "holds the id 300, outside the tokenizer's"),
     ],
 )

@@ -154,10 +154,7 @@ def _tiny_llama(write_folder, **settings):
 @pytest.mark.parametrize(
     ("keys", "says"),
     [
-        (
-            {"model_type": "deepseek_v3"},
-            "'deepseek_v3' is not supported .*latent.*llama",
-        ),
+        ({"model_type": "deepseek_v3"}, "'deepseek_v3' is not supported .*latent.*llama"),
         ({"model_type": "no_such"}, "architecture 'no_such' is not supported"),
         ({"quantization_config": {"bits": 4}}, "quantized"),
         ({"hidden_act": "mish"}, "hidden_act='mish'"),
@@ -234,10 +231,7 @@ def test_another_shape_is_named(write_folder):
     with pytest.raises(UserError, match=r"self_attn\.q_proj\.weight|self_attn\.k_proj\.weight"):
         load(folder)
     edit_json(folder / "config.json", num_key_value_heads=2, intermediate_size=64)
-    with pytest.raises(
-        UserError,
-        match=r"gate_proj\.weight has the shape \(48, 32\).* ask",
-    ):
+    with pytest.raises(UserError, match=r"gate_proj\.weight has the shape \(48, 32\).* ask"):
         load(folder)
 
 

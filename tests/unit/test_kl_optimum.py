@@ -31,15 +31,7 @@ import torch
 from nemo_aligner.algorithms.ppo_data import make_ppo_data
 from nemo_aligner.core.losses import ppo_actor_loss
 from tests.cases import some_of
-from tests.kl_optimum import (
-    ESTIMATORS,
-    Problem,
-    one_token,
-    rollout,
-    settings,
-    train,
-    two_tokens,
-)
+from tests.kl_optimum import ESTIMATORS, Problem, one_token, rollout, settings, train, two_tokens
 
 PROBLEMS = {"one token": one_token, "two tokens": two_tokens}
 COMPARING = ("grpo", "rloo")

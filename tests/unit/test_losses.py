@@ -7,10 +7,7 @@ libraries: test_oracle_losses.py; NaN in slots that do not count: test_masked_sl
 import pytest
 import torch
 
-from nemo_aligner.core.losses import (
-    loss_weights,
-    regression_loss,
-)
+from nemo_aligner.core.losses import loss_weights, regression_loss
 
 
 def test_weights_by_hand():

@@ -108,11 +108,7 @@ CASES = {
         "values returns",
         SLOTS,
     ),
-    "GAE": (
-        partial(advantages.calculate_advantages_and_returns, **GAE),
-        "values rewards",
-        SLOTS,
-    ),
+    "GAE": (partial(advantages.calculate_advantages_and_returns, **GAE), "values rewards", SLOTS),
     "REINFORCE": (
         lambda rewards: advantages.calculate_reinforce_returns(rewards, 0.9, MASK),
         "rewards",

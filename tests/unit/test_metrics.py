@@ -76,10 +76,7 @@ def test_what_does_not_vary_has_no_correlation():
     mask = torch.ones(9, 3)
     mask[:, 2] = 0
     metrics = pooled(predictions, labels, mask, [4, 5])
-    assert metrics == {
-        "correlation_0": pytest.approx(1.0),
-        "correlation": pytest.approx(1.0),
-    }
+    assert metrics == {"correlation_0": pytest.approx(1.0), "correlation": pytest.approx(1.0)}
 
 
 def explained(values, returns, mask, sizes):

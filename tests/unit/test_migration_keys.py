@@ -18,11 +18,7 @@ from nemo_aligner.checkpoint.checkpointing import CheckpointCallback
 from nemo_aligner.config.data_rules import DATA_IMPLS, OTHER_DATA_IMPLS, check_data_impl
 from nemo_aligner.config.defaults import complete_config
 from nemo_aligner.config.inert_keys import INERT, LATER, OLD_FORMS
-from nemo_aligner.config.optim_rules import (
-    SCHEDULE_KEYS,
-    SCHEDULES,
-    check_optim,
-)
+from nemo_aligner.config.optim_rules import SCHEDULE_KEYS, SCHEDULES, check_optim
 from nemo_aligner.config.schema import CONFIG_NAMES
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.data.nlp import builders

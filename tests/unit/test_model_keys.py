@@ -108,10 +108,7 @@ CHANGES_INITIAL_WEIGHTS = {
     "seed": ("llama", {}, 8),
 }
 # The logits differ in training mode:
-CHANGES_TRAINING = {
-    "hidden_dropout": ("llama", {}, 0.5),
-    "attention_dropout": ("llama", {}, 0.5),
-}
+CHANGES_TRAINING = {"hidden_dropout": ("llama", {}, 0.5), "attention_dropout": ("llama", {}, 0.5)}
 # Megatron Core's own settings differ (tests/unit/test_experts.py has their numbers):
 CHANGES_SETTINGS = {
     "moe_aux_loss_coeff": ("llama", MOE, 0.1),

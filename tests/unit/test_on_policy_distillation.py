@@ -15,10 +15,7 @@ from omegaconf import OmegaConf
 from torch.utils.data import default_collate
 
 from nemo_aligner.algorithms.alarms import Alarms
-from nemo_aligner.algorithms.distillation import (
-    OnPolicyDistillationTrainer,
-    response_batch,
-)
+from nemo_aligner.algorithms.distillation import OnPolicyDistillationTrainer, response_batch
 from nemo_aligner.algorithms.reward_server import TeacherServer, no_sentences
 from nemo_aligner.config.defaults import complete_config
 from nemo_aligner.core.errors import ConfigError, UserError

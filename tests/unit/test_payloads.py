@@ -14,8 +14,7 @@ ROLLOUT = {
 
 
 @pytest.mark.parametrize(
-    ("pad_to_length", "columns"),
-    [(None, 4), (3, 4), (4, 4), (5, 5), (6, 6), (8, 8)],
+    ("pad_to_length", "columns"), [(None, 4), (3, 4), (4, 4), (5, 5), (6, 6), (8, 8)]
 )
 def test_a_request_has_the_width_that_is_asked_for_or_that_its_longest_sample_needs(
     pad_to_length, columns

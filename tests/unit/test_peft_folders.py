@@ -50,11 +50,7 @@ pytestmark = pytest.mark.slow
 # --- PEFT's adapters here ---
 
 
-@some_of(
-    "name",
-    MODULES,
-    keep=["GPT-2", "Phi 3", "Qwen 2 MoE"],
-)
+@some_of("name", MODULES, keep=["GPT-2", "Phi 3", "Qwen 2 MoE"])
 def test_adapters_of_peft_give_the_same_logits(write_folder, name):
     base, folder, model = with_adapters(write_folder, name)
     with torch.no_grad():

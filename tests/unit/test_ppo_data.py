@@ -408,10 +408,7 @@ def test_target_kl_skips_the_other_updates_of_the_rollout():
     assert trainer.logger.series("train_optim/updates_skipped") == [(done, 6 - done)]
     assert [value for _, value in trainer.logger.series("train_optim/approx_kl")] == kl[:done]
     # The update is brought to its end.
-    assert trainer.events[-2:] == [
-        "finish_training",
-        "critic_train_result",
-    ]
+    assert trainer.events[-2:] == ["finish_training", "critic_train_result"]
 
     trainer = make_trainer(ppo_epochs=2, target_kl=0.0)
     trainer.fit()  # only the first update of each rollout finds no distance

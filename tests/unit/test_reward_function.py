@@ -149,10 +149,7 @@ def test_a_spec_that_names_no_function(spec):
             ["cannot be called as score(prompts, responses, lengths)", "scale"],
         ),
         ("async def score(p, r, l): return [1]", ["async"]),
-        (
-            "score = 1\nimport os\nos._exit(3)",
-            ["file ended the process (exit code 3)"],
-        ),
+        ("score = 1\nimport os\nos._exit(3)", ["file ended the process (exit code 3)"]),
         ("score = 1\nimport sys\nsys.exit('not today')", ["SystemExit: not today"]),
     ],
 )

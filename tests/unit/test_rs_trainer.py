@@ -9,14 +9,7 @@ import pytest
 import torch
 
 from nemo_aligner.core.tensors import sample_seeds
-from tests.ppo_fakes import (
-    EOS,
-    NUM_PROMPTS,
-    FakeFuture,
-    Prompts,
-    collate,
-    make_trainer,
-)
+from tests.ppo_fakes import EOS, NUM_PROMPTS, FakeFuture, Prompts, collate, make_trainer
 from tests.rs_fakes import FakeRSPolicy, make_rs_trainer
 
 SEED = 1234  # of the fake policy

@@ -14,11 +14,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from omegaconf import OmegaConf
 
 from nemo_aligner.core.errors import ConfigError, UserError
-from nemo_aligner.data.nlp.builders import (
-    blend,
-    build_dataloader,
-    build_train_valid_test_datasets,
-)
+from nemo_aligner.data.nlp.builders import blend, build_dataloader, build_train_valid_test_datasets
 from tests.data_sets import (
     build,
     build_labelled,

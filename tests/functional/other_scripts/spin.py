@@ -62,10 +62,7 @@ def main(cfg) -> None:
         eod_mask_loss=data.get("eod_mask_loss", False),
     )
     loader = partial(
-        builders.build_dataloader,
-        cfg=cfg,
-        pad_samples_to_global_batch_size=False,
-        load_gbs=True,
+        builders.build_dataloader, cfg=cfg, pad_samples_to_global_batch_size=False, load_gbs=True
     )
     train = loader(
         dataset=datasets[0],
