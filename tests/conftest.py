@@ -98,11 +98,8 @@ def tiny_tokenizer_dir(tmp_path_factory) -> str:
     tokenizer.add_special_tokens([END_OF_TEXT])
     folder = tmp_path_factory.mktemp("tokenizer")
     tokenizer.save(str(folder / "tokenizer.json"))
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": END_OF_TEXT,
-        "model_max_length": 1024,
-    }
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_TEXT}
+    config["model_max_length"] = 1024
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return str(folder)
 
@@ -126,11 +123,9 @@ def bos_tokenizer_dir(tiny_tokenizer_dir, tmp_path_factory) -> str:
     shutil.copytree(tiny_tokenizer_dir, folder)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.add_special_tokens(["<s>"])
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="<s> $A",
-        pair="<s> $A <s> $B",
-        special_tokens=[("<s>", tokenizer.token_to_id("<s>"))],
-    )
+    begin = {"single": "<s> $A", "pair": "<s> $A <s> $B"}
+    special = [("<s>", tokenizer.token_to_id("<s>"))]
+    tokenizer.post_processor = processors.TemplateProcessing(**begin, special_tokens=special)
     tokenizer.save(str(folder / "tokenizer.json"))
     config = json.loads((folder / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").write_text(json.dumps(config | {"bos_token": "<s>"}))
@@ -158,15 +153,14 @@ def tiny_sentencepiece_model(tmp_path_factory) -> str:
 
     path = tmp_path_factory.mktemp("sentencepiece") / "tokenizer.model"
     model = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(CORPUS),
-        model_writer=model,
-        vocab_size=330,
-        model_type="bpe",
-        byte_fallback=True,
-        hard_vocab_limit=False,
-        minloglevel=2,
-    )
+    options = {
+        "model_type": "bpe",
+        "byte_fallback": True,
+        "hard_vocab_limit": False,
+        "minloglevel": 2,
+    }
+    train = sentencepiece.SentencePieceTrainer.train
+    train(sentence_iterator=iter(CORPUS), model_writer=model, vocab_size=330, **options)
     path.write_bytes(model.getvalue())
     return str(path)
 
@@ -213,9 +207,8 @@ def inputs(tmp_path_factory, tiny_tokenizer_dir):
     folder = tmp_path_factory.mktemp("ppo")
     policy = tiny_config(tiny_tokenizer_dir, seed=3)
     MegatronGPTModel(policy).save_to(str(folder / "policy.nemo"))
-    reward = tiny_config(
-        tiny_tokenizer_dir, seed=4, output_sequence=False, force_head_dtype="float32"
-    )
+    own = {"seed": 4, "output_sequence": False, "force_head_dtype": "float32"}
+    reward = tiny_config(tiny_tokenizer_dir, **own)
     MegatronGPTRewardModel(reward).save_to(str(folder / "rm.nemo"))
     lines = [json.dumps({"text": f"{PROMPTS[i % len(PROMPTS)]} {i}"}) for i in range(48)]
     (folder / "prompts.jsonl").write_text("\n".join([*lines, ""]))

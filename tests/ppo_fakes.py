@@ -43,12 +43,9 @@ def collate(items):
     text = torch.full((len(items), longest + MAX_NEW_TOKENS), EOS)
     for row, item in zip(text, items, strict=True):
         row[: len(item["tokens"])] = item["tokens"]
-    return {
-        "text": text,
-        "length": torch.tensor([len(item["tokens"]) for item in items]),
-        "loss_multiplier": torch.ones(len(items)),
-        "idx": torch.tensor([item["idx"] for item in items]),
-    }
+    lengths = torch.tensor([len(item["tokens"]) for item in items])
+    batch = {"text": text, "length": lengths, "loss_multiplier": torch.ones(len(items))}
+    return batch | {"idx": torch.tensor([item["idx"] for item in items])}
 
 
 class SequentialSampler:
@@ -124,17 +121,12 @@ class FakePolicy:
             generator = torch.Generator().manual_seed(int(seed))
             new = torch.randint(1, VOCAB, (MAX_NEW_TOKENS,), generator=generator)
             row[prompt_length:length] = new[: length - prompt_length]
-        rollout = {
-            "response_tokens": tokens[:, : int(lengths.max())],
-            "response_lengths": lengths,
-            "prompt_lengths": prompt_lengths,
-            "is_end": lengths % 2 == 0,
-        }
+        rollout = {"response_tokens": tokens[:, : int(lengths.max())], "response_lengths": lengths}
+        rollout |= {"prompt_lengths": prompt_lengths, "is_end": lengths % 2 == 0}
         if batch.get("return_logprobs"):
             tokens = rollout["response_tokens"]
-            rollout["sampling_logprobs"] = self._logprobs(
-                tokens, self.weight + self.sampler_offset
-            )
+            weight = self.weight + self.sampler_offset
+            rollout["sampling_logprobs"] = self._logprobs(tokens, weight)
         return rollout
 
     def _logprobs(self, tokens, weight):
@@ -396,12 +388,9 @@ def among_fakes(trainer_class, policy, changes, time_limit=None, **parts):
 def builders(rollout_size, micro_batch_size) -> dict:
     """Of data loaders for 24 prompts."""
     sizes = {"train": rollout_size, "val": 4}
-    return {
-        f"{name}_dataloader_builder": functools.partial(
-            dataloader_builder, size, micro_batch_size=micro_batch_size
-        )
-        for name, size in sizes.items()
-    }
+    build = functools.partial(dataloader_builder, micro_batch_size=micro_batch_size)
+    names = {f"{name}_dataloader_builder": size for name, size in sizes.items()}
+    return {name: functools.partial(build, size) for name, size in names.items()}
 
 
 def make_trainer(

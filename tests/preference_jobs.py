@@ -84,9 +84,8 @@ def random_llama():
 
 def adamw(hf):
     """The optimizer of `job_of`."""
-    return torch.optim.AdamW(
-        hf.parameters(), lr=1e-3, betas=(0.9, 0.98), eps=1e-6, weight_decay=0.0
-    )
+    own = {"betas": (0.9, 0.98), "eps": 1e-6, "weight_decay": 0.0}
+    return torch.optim.AdamW(hf.parameters(), lr=1e-3, **own)
 
 
 def update(hf, optimizer, loss):

@@ -68,10 +68,8 @@ class FakeRewardModel:
         self.events.append("rm_infer")
         tokens, lengths = rollout_batch["response_tokens"], rollout_batch["response_lengths"]
         rewards = self.score(rollout_batch) if self.score else tokens.sum(-1) / lengths / 10
-        self.scored += [
-            (tuple(row[:length].tolist()), float(reward))
-            for row, length, reward in zip(tokens, lengths, rewards)
-        ]
+        rows = [tuple(row[:length].tolist()) for row, length in zip(tokens, lengths)]
+        self.scored += list(zip(rows, map(float, rewards)))
         parts = {"kind": rewards, "terse": -lengths.float()}
         return FakeFuture(self.events, "rm_result", Scores(rewards, None, parts))
 
@@ -88,13 +86,8 @@ def dataloader(global_batch_size, micro_batch_size, *, random=False, num_workers
         global_batch_size=global_batch_size,
         seed=5,
     )
-    return torch.utils.data.DataLoader(
-        dataset,
-        batch_sampler=sampler,
-        collate_fn=collate,
-        num_workers=num_workers,
-        generator=torch.Generator(),
-    )
+    own = {"num_workers": num_workers, "generator": torch.Generator(), "collate_fn": collate}
+    return torch.utils.data.DataLoader(dataset, batch_sampler=sampler, **own)
 
 
 def make_rs_trainer(
@@ -116,17 +109,9 @@ def make_rs_trainer(
     loaders = {"random": random, "num_workers": num_workers, "dataset": dataset}
     train = dataloader(rollout_size, micro_batch_size, **loaders)
     validation = dataloader(4, micro_batch_size, dataset=dataset) if has_validation else None
-    return among_fakes(
-        RSTrainer,
-        policy,
-        changes,
-        time_limit,
-        train_dataloader=train,
-        val_dataloader=validation,
-        num_rollouts_per_prompt=responses,
-        top_n_rollouts=top_n,
-        rm=FakeRewardModel(policy.events, score),
-    )
+    parts = {"train_dataloader": train, "val_dataloader": validation, "top_n_rollouts": top_n}
+    parts |= {"num_rollouts_per_prompt": responses, "rm": FakeRewardModel(policy.events, score)}
+    return among_fakes(RSTrainer, policy, changes, time_limit, **parts)
 
 
 def make_reinforce_trainer(
@@ -134,13 +119,7 @@ def make_reinforce_trainer(
 ):
     """24 prompts, 8 per step, 3 responses to each, global batches of 4."""
     policy = FakeReinforcePolicy([])
-    return among_fakes(
-        ReinforceTrainer,
-        policy,
-        {"num_rollouts_per_prompt": 3} | changes,
-        time_limit,
-        **builders(rollout_size, micro_batch_size),
-        collate_fn=collate,
-        rm=FakeRewardModel(policy.events, score),
-        batch_iterator_cls=batch_iterator,
-    )
+    changes = {"num_rollouts_per_prompt": 3} | changes
+    parts = builders(rollout_size, micro_batch_size) | {"batch_iterator_cls": batch_iterator}
+    parts |= {"collate_fn": collate, "rm": FakeRewardModel(policy.events, score)}
+    return among_fakes(ReinforceTrainer, policy, changes, time_limit, **parts)

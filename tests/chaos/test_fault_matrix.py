@@ -377,6 +377,5 @@ def report(cell: Cell, pair: Pair, seconds: float) -> None:
     if file := os.environ.get("CHAOS_REPORT"):
         ends = [(ending.side, ending.code) for ending in pair.endings]
         with open(file, "a") as out:
-            out.write(
-                json.dumps({**cell._asdict(), "seconds": round(seconds, 1), "ends": ends}) + "\n"
-            )
+            record = {**cell._asdict(), "seconds": round(seconds, 1), "ends": ends}
+            out.write(json.dumps(record) + "\n")

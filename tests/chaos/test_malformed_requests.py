@@ -113,9 +113,8 @@ def make_wrong(request: Request, draw: random.Random) -> None:
     elif way == "length":
         request.head_length = draw.choice(["0", "1", "-1", "x", "9" * 30, str(2**31), "17"])
     elif way == "path":
-        request.path = draw.choice(
-            ["/", "/v2", "/v2/models/none/infer", "//", "/%00", request.path * 9]
-        )
+        paths = ["/", "/v2", "/v2/models/none/infer", "//", "/%00", request.path * 9]
+        request.path = draw.choice(paths)
     elif way == "method":
         request.method = draw.choice(["PUT", "DELETE", "HEAD", "OPTIONS", "PATCH"])
     elif way == "text":

@@ -33,19 +33,13 @@ def test_a_long_run_holds_what_a_short_one_does(inputs, tiny_tokenizer_dir, tmp_
 
     def watch(pair: Pair) -> None:
         for share in (0.2, 0.98):
-            wait_until(
-                lambda share=share: steps_done(pair) >= share * STEPS,
-                10.0 * STEPS,
-                lambda share=share: pair.story(f"{share} of {STEPS} steps"),
-                1.0,
-            )
+            done = lambda share=share: steps_done(pair) >= share * STEPS
+            story = lambda share=share: pair.story(f"{share} of {STEPS} steps")
+            wait_until(done, 10.0 * STEPS, story, 1.0)
             jobs = {"actor": pair.actor, "critic": pair.server}
+            uses = [(side, memory_mb(job.process.pid)) for side, job in jobs.items()]
             found.append(
-                {
-                    f"{side} {name}": size
-                    for side, job in jobs.items()
-                    for name, size in memory_mb(job.process.pid).items()
-                }
+                {f"{side} {name}": size for side, use in uses for name, size in use.items()}
             )
 
     began = time.monotonic()

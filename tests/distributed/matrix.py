@@ -125,24 +125,21 @@ class Split:
 
 
 def _sizes(tp=1, pp=1, vpp=None, cp=1, sp=False, **more) -> dict:
-    return dict(
-        tensor_model_parallel_size=tp,
-        pipeline_model_parallel_size=pp,
-        virtual_pipeline_model_parallel_size=vpp,
-        context_parallel_size=cp,
-        sequence_parallel=sp,
-        **more,
-    )
+    sizes = {
+        "tensor_model": tp,
+        "pipeline_model": pp,
+        "virtual_pipeline_model": vpp,
+        "context": cp,
+    }
+    sizes = {f"{name}_parallel_size": size for name, size in sizes.items()}
+    return dict(sizes, sequence_parallel=sp, **more)
 
 
 ALL = ("gpt2", "llama", "moe", "lora")
 ADAMW = {"name": "adamw"}
 SELECTIVE = {"activations_checkpoint_granularity": "selective"}
-FULL = {
-    "activations_checkpoint_granularity": "full",
-    "activations_checkpoint_method": "uniform",
-    "activations_checkpoint_num_layers": 1,
-}
+FULL = {"activations_checkpoint_granularity": "full", "activations_checkpoint_method": "uniform"}
+FULL["activations_checkpoint_num_layers"] = 1
 # Unless a name says adamw, the optimizer is the distributed one.
 SPLITS = {
     "one rank": Split(1, _sizes(), ALL),
@@ -183,17 +180,9 @@ SPLITS = {
     "DP2 adamw bf16": Split(2, _sizes(precision="bf16", optim=ADAMW)),
 }
 # The architecture "lora" is "llama" with frozen weights and adapters that are not 0 at the start.
-LORA = {
-    "peft_scheme": "lora",
-    "lora_tuning": {
-        "target_modules": ["all"],
-        "adapter_dim": 3,
-        "alpha": 1.5,
-        "row_init_method": "normal",
-        "layer_selection": [2, 3, 4],
-        "variant": "canonical",
-    },
-}
+TUNING = {"target_modules": ["all"], "adapter_dim": 3, "alpha": 1.5, "variant": "canonical"}
+TUNING |= {"row_init_method": "normal", "layer_selection": [2, 3, 4]}
+LORA = {"peft_scheme": "lora", "lora_tuning": TUNING}
 EXPERTS = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 24}
 REDUCTIONS = ("token", "sequence", "microbatch")
 
@@ -248,17 +237,10 @@ DPO_LOSSES = {
     "llama": {"preference_loss": "dpo", "label_smoothing": 0.1},
 }
 # Of the actor. The golden numbers have the clipped loss of one range at several splits.
-POLICY_LOSSES = {
-    "gpt2": {"policy_loss": "cispo"},
-    "lora": {"policy_loss": "gmpo"},
-    "llama": {"ratio_eps_high": 0.3},
-    "moe": {"policy_loss": "gspo"},
-}
-RPO = {
-    "preference_loss": "rpo_fwd_kl",
-    "label_smoothing": 0.0,
-    "preference_average_log_probs": False,
-}
+POLICY_LOSSES = {"gpt2": {"policy_loss": "cispo"}, "lora": {"policy_loss": "gmpo"}}
+POLICY_LOSSES |= {"llama": {"ratio_eps_high": 0.3}, "moe": {"policy_loss": "gspo"}}
+RPO = {"preference_loss": "rpo_fwd_kl", "label_smoothing": 0.0}
+RPO["preference_average_log_probs"] = False
 KD_LOSSES = {
     "gpt2": {"kd_loss": "fwd_kl", "outside_top_k": "renormalize"},
     "lora": {"kd_loss": "fwd_kl", "outside_top_k": "bucket"},
@@ -335,22 +317,15 @@ def global_batch(role: str, masked_value: float, empty: bool = False) -> dict:
     if role == "reward model":
         return pairs
     if role in ("dpo", "rpo"):
-        return pairs | {
-            "chosen_mask": responses.float(),
-            "rejected_mask": others.float(),
-            "chosen_reward": torch.arange(SAMPLES) / SAMPLES,
-            "rejected_reward": torch.zeros(SAMPLES),
-            **references({"chosen": responses, "rejected": others}),
-        }
+        pairs |= {"chosen_mask": responses.float(), "rejected_mask": others.float()}
+        rewards = {"chosen_reward": torch.arange(SAMPLES) / SAMPLES}
+        rewards["rejected_reward"] = torch.zeros(SAMPLES)
+        return pairs | rewards | references({"chosen": responses, "rejected": others})
     if role == "spin":
         pairs = global_batch("dpo", masked_value, empty)
         sides = {"chosen": "actual", "rejected": "generated"}
-        renamed = {
-            name.replace(side, own): pairs[name]
-            for side, own in sides.items()
-            for name in pairs
-            if side in name and "reward" not in name
-        }
+        places = [(side, n) for side in sides for n in pairs if side in n and "reward" not in n]
+        renamed = {name.replace(side, sides[side]): pairs[name] for side, name in places}
         return {**renamed, **loss_mask, "is_end": is_end}
     if role == "distillation":
         order = torch.rand(SAMPLES, WIDTH, 290, generator=generator).argsort(-1)
@@ -404,11 +379,9 @@ def global_batch(role: str, masked_value: float, empty: bool = False) -> dict:
 
 def my_samples(size: int | None = None) -> slice:
     """The samples of this data-parallel rank, dealt in turn."""
-    return slice(
-        parallel_state.get_data_parallel_rank(),
-        size,
-        parallel_state.get_data_parallel_world_size(),
-    )
+    rank = parallel_state.get_data_parallel_rank
+    ranks = parallel_state.get_data_parallel_world_size
+    return slice(rank(), size, ranks())
 
 
 def all_samples(mine) -> list:
@@ -441,9 +414,8 @@ def gathered(model, local=lambda parameter: parameter) -> dict[str, torch.Tensor
             built = [dataclasses.replace(part, data=data, dtype=data.dtype)]
         for tensor in built:
             assert isinstance(tensor, ShardedTensor)
-            pieces.append(
-                (tensor.key, tensor.global_shape, tensor.global_slice(), tensor.data.clone())
-            )
+            piece = tensor.key, tensor.global_shape, tensor.global_slice(), tensor.data.clone()
+            pieces.append(piece)
     everything = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object(pieces, everything)
     if everything is None:
@@ -470,9 +442,8 @@ def gather_gradient_shards(model) -> None:
             size, rank = buffer.data_parallel_group.size(), buffer.data_parallel_group.rank()
             for bucket in buffer.buckets:
                 shard = bucket.grad_data.view(size, -1)[rank].clone()
-                dist.all_gather_into_tensor(
-                    bucket.grad_data, shard, group=buffer.data_parallel_group
-                )
+                group = buffer.data_parallel_group
+                dist.all_gather_into_tensor(bucket.grad_data, shard, group=group)
 
 
 def deviation(a: torch.Tensor, b: torch.Tensor, floor: float = 0.0) -> float:
@@ -555,14 +526,9 @@ def write_models(tokenizer_dir, folder: Path) -> None:
 
 def build(tokenizer_dir, folder, architecture: str, role: str, overrides: dict):
     """(model, optimizer, scheduler) of a role at the split of this process's groups."""
-    cfg = model_config(
-        tokenizer_dir,
-        architecture,
-        output_sequence=role.startswith("critic"),
-        regression={"num_attributes": ATTRIBUTES if role == "regression" else 1},
-        dpo=RPO if role == "rpo" else {},
-        **overrides,
-    )
+    heads = {"num_attributes": ATTRIBUTES if role == "regression" else 1}
+    own = {"output_sequence": role.startswith("critic"), "regression": heads, **overrides}
+    cfg = model_config(tokenizer_dir, architecture, dpo=RPO if role == "rpo" else {}, **own)
     weights = "llama" if architecture == "lora" else architecture
     path = Path(folder) / f"{weights}-{ROLES[role].base}.nemo"
     model = load_from_nemo(ROLES[role].model_class, cfg, None, restore_path=path)
@@ -583,9 +549,8 @@ def loss_and_gradient(
     model.cfg.steerlm2.micro_batch_size = model.cfg.micro_batch_size
     model.micro_batch_tokens = DYNAMIC_TOKENS if dynamic else None
     model.prepare_for_training_step()
-    loss, metrics = model.get_loss_and_metrics(
-        {key: value[my_samples()] for key, value in batch.items()}
-    )
+    mine = {key: value[my_samples()] for key, value in batch.items()}
+    loss, metrics = model.get_loss_and_metrics(mine)
     metrics = model.summarize_metrics(metrics) if hasattr(model, "summarize_metrics") else metrics
     return {"loss": loss, **metrics}
 
@@ -598,11 +563,8 @@ def gradient(model) -> dict[str, torch.Tensor] | None:
 def inferred(model, role: str) -> dict[str, torch.Tensor]:
     """What a role infers of the samples: log-probs, entropy, rewards, values; of all ranks."""
     tokens, lengths = global_batch(role, 0.0), LENGTHS[my_samples()]
-    tokens = next(
-        tokens[k]
-        for k in ("response_tokens", "tokens", "inputs", "chosen", "samples", "actual")
-        if k in tokens
-    )[my_samples()]
+    names = "response_tokens", "tokens", "inputs", "chosen", "samples", "actual"
+    tokens = next(tokens[name] for name in names if name in tokens)[my_samples()]
     model.set_eval()
     outputs = {}
     if role in ("dpo", "rpo", "kto", "spin"):
@@ -661,9 +623,8 @@ def generated(
     for name in kinds:
         params = GENERATION.get(name, GENERATION["sampled"])
         environment = ScriptedEnvironment() if name == "turns" else None
-        output = model.generator.generate(
-            *mine, params, environment=environment, records=3 * mine[2]
-        )
+        own = {"environment": environment, "records": 3 * mine[2]}
+        output = model.generator.generate(*mine, params, **own)
         results[name] = all_samples(samples_of(output))
         if environment is not None:  # a rank may have only conversations of one turn
             assert any(all_samples(output.observed.any(1).tolist()))
@@ -724,9 +685,8 @@ def compute(
         }
         empty = gradient(model)
         if empty is not None:
-            numbers[f"empty {reduction}"]["gradient"] = max(
-                float(g.abs().max()) for g in empty.values()
-            )
+            largest = max(float(g.abs().max()) for g in empty.values())
+            numbers[f"empty {reduction}"]["gradient"] = largest
     for step in range(STEPS):
         progress(f"{architecture} {role}, step {step}")
         metrics = loss_and_gradient(
@@ -755,10 +715,8 @@ def by_module(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The tensors of each module, flat, one after the other."""
     names = sorted(tensors)
     modules = dict.fromkeys(name.rpartition(".")[0] for name in names)
-    return {
-        m: torch.cat([tensors[n].flatten() for n in names if n.rpartition(".")[0] == m])
-        for m in modules
-    }
+    parts = {m: [n for n in names if n.rpartition(".")[0] == m] for m in modules}
+    return {m: torch.cat([tensors[n].flatten() for n in own]) for m, own in parts.items()}
 
 
 def apart(mine, expected, is_gradient: bool = False, precision=32) -> float:
@@ -778,9 +736,8 @@ def apart(mine, expected, is_gradient: bool = False, precision=32) -> float:
         floor = FLOOR[precision] * max(float(value.abs().max()) for value in expected.values())
         return max(deviation(mine[key], expected[key], floor) for key in expected)
     # Metrics: means of quantities of the order of 1.
-    keys = [
-        key for key in expected if precision == 32 or key in ("loss", "gradient norm", "gradient")
-    ]
+    named = "loss", "gradient norm", "gradient"
+    keys = [key for key in expected if precision == 32 or key in named]
     return max(abs(mine[key] - expected[key]) / max(abs(expected[key]), 0.1) for key in keys)
 
 

@@ -33,11 +33,8 @@ DENSE = {
     "residual_multiplier": 0.7,
     "logits_scaling": 0.5,
 }
-YARN = {
-    "position_embedding_type": "yarn",
-    "yarn_rotary_scaling_factor": 4.0,
-    "yarn_original_max_position_embeddings": 16,
-}
+YARN = {"position_embedding_type": "yarn", "yarn_rotary_scaling_factor": 4.0}
+YARN["yarn_original_max_position_embeddings"] = 16
 AFTER = YARN | NORMS_AFTER | {"num_layers": 4}
 BESIDE = {  # Cohere
     "num_layers": 4,
@@ -47,15 +44,9 @@ BESIDE = {  # Cohere
     "rotary_interleaved": True,
 }
 # A layer without experts on each of two pipeline stages.
-EXPERTS = YARN | {
-    "num_layers": 4,
-    "init_method_std": 0.3,
-    "num_moe_experts": 4,
-    "moe_ffn_hidden_size": 24,
-    "moe_layer_freq": [0, 1, 1, 0],
-    "moe_shared_expert_intermediate_size": 16,
-    "moe_shared_expert_gate": True,
-}
+EXPERTS = YARN | {"num_layers": 4, "init_method_std": 0.3, "num_moe_experts": 4}
+EXPERTS |= {"moe_ffn_hidden_size": 24, "moe_layer_freq": [0, 1, 1, 0]}
+EXPERTS |= {"moe_shared_expert_intermediate_size": 16, "moe_shared_expert_gate": True}
 PP2 = {"pipeline_model_parallel_size": 2}
 TP2 = {"tensor_model_parallel_size": 2}
 TP2_SP = TP2 | {"sequence_parallel": True}

@@ -103,10 +103,8 @@ def responses(tokenizer_dir, folder, keys):
     lengths = torch.tensor([1, 6, 2, 3, 6, 5, 1, 4])
     inputs = [x[unequal()] for x in (prompts, lengths, torch.arange(8) + 50)]
     model, *_ = matrix.build(tokenizer_dir, folder, "moe", "actor", keys)
-    results = {
-        name: matrix.samples_of(model.generator.generate(*inputs, params))
-        for name, params in matrix.GENERATION.items()
-    }
+    generate = model.generator.generate
+    results = {n: matrix.samples_of(generate(*inputs, p)) for n, p in matrix.GENERATION.items()}
     if parallel_state.get_world_size() > 1:  # one rank's logits are not finite: both hear of it
         first = parallel_state.get_rank() == 0
         if first:

@@ -11,12 +11,8 @@ from tests.distributed.launcher import at_each, run_ranks
 from tests.tiny_models import tiny_config
 
 PROMPTS = ["the film", "a dull plot and a", "I loved the", "Review: the film was bad.", "a"]
-SPLITS = {
-    "DP2": {},
-    "TP2": {"tensor_model_parallel_size": 2},
-    "PP2": {"pipeline_model_parallel_size": 2},
-    "CP2": {"context_parallel_size": 2},
-}
+SPLITS = {"DP2": {}, "TP2": {"tensor_model_parallel_size": 2}}
+SPLITS |= {"PP2": {"pipeline_model_parallel_size": 2}, "CP2": {"context_parallel_size": 2}}
 
 
 def evaluate(

@@ -64,10 +64,8 @@ def test_results_by_rank_and_no_folder_left(tmp_path, monkeypatch):
 
 
 def test_traceback_of_the_failing_rank_comes_first():
-    with pytest.raises(
-        RuntimeError,
-        match=r"(?s)\Arank1 failed:.*_one_raises_while_the_other_waits.*KeyError: 'planted'",
-    ):
+    said = r"(?s)\Arank1 failed:.*_one_raises_while_the_other_waits.*KeyError: 'planted'"
+    with pytest.raises(RuntimeError, match=said):
         run_ranks(_one_raises_while_the_other_waits, 2, 100)
 
 

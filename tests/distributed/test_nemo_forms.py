@@ -105,9 +105,8 @@ def test_a_weight_beyond_reason_of_one_rank_is_the_same_error_on_all(
     source = MegatronGPTModel(tiny_config(tiny_tokenizer_dir))
     path = str(tmp_path / "model.nemo")
     with torch.no_grad():
-        (weight,) = (
-            w for n, w in source._named_weights() if n.endswith("1.mlp.linear_fc2.weight")
-        )
+        named = "1.mlp.linear_fc2.weight"
+        (weight,) = (w for n, w in source._named_weights() if n.endswith(named))
         weight[0, -1] = 1.8e37  # of the last columns and the last layer
     source.save_to(path)
     first, second = run_ranks(errors_of, 2, 120, path, SPLITS[split])

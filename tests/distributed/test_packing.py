@@ -19,12 +19,9 @@ from tests.distributed import matrix
 from tests.distributed.launcher import at_each, progress, run_ranks
 from tests.tiny_models import tiny_config
 
-SPLITS = {
-    "DP2": {},
-    "TP2": {"tensor_model_parallel_size": 2},
-    "TP2-SP": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
-    "PP2": {"pipeline_model_parallel_size": 2, "micro_batch_size": 2},
-}
+SPLITS = {"DP2": {}, "TP2": {"tensor_model_parallel_size": 2}}
+SPLITS["TP2-SP"] = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+SPLITS["PP2"] = {"pipeline_model_parallel_size": 2, "micro_batch_size": 2}
 CASES = (("gpt2", "token"), ("llama", "sequence"))  # architecture, loss_reduction
 WORDS = "the film was a joy and a dull plot with old friends but I loved its warm music".split()
 
@@ -91,10 +88,8 @@ def nemos(tiny_tokenizer_dir, tmp_path_factory) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory) -> str:
-    rows = [
-        {"input": " ".join(WORDS[n % 5 : n % 5 + n % 4]), "output": " ".join(WORDS[: 1 + n % 6])}
-        for n in range(13)
-    ]
+    texts = [(WORDS[n % 5 : n % 5 + n % 4], WORDS[: 1 + n % 6]) for n in range(13)]
+    rows = [{"input": " ".join(given), "output": " ".join(wanted)} for given, wanted in texts]
     path = tmp_path_factory.mktemp("packed") / "data.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)

@@ -62,10 +62,8 @@ def run_on_this_rank(tokenizer_dir, folder, cases):
 
 def expected_on_one_rank(tokenizer_dir, folder):
     """By whether adapters are trained."""
-    return {
-        with_adapters: run_job(tokenizer_dir, folder, {}, {}, LORA if with_adapters else None)
-        for with_adapters in (False, True)
-    }
+    adapters = {False: None, True: LORA}
+    return {key: run_job(tokenizer_dir, folder, {}, {}, lora) for key, lora in adapters.items()}
 
 
 @pytest.mark.full
@@ -85,11 +83,8 @@ def test_two_ranks_at_any_split_equal_one(tiny_tokenizer_dir, tmp_path, cases):
             assert responses == one[1], split
             for step, (mine, theirs) in enumerate(zip(metrics, one[0], strict=True)):
                 for name in theirs.keys() - ({"acc"} if step % 6 == 0 else set()):
-                    assert mine[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-4), (
-                        split,
-                        step,
-                        name,
-                    )
+                    wanted = pytest.approx(theirs[name], rel=1e-4, abs=1e-4)
+                    assert mine[name] == wanted, (split, step, name)
         weights = two[0][2]
         assert weights.keys() == one[2].keys()
         for name, weight in one[2].items():

@@ -182,10 +182,8 @@ def main() -> None:
         def log_metrics(self, metrics, step, prefix):
             if parallel_state.get_rank() == 0:
                 with open(settings["metrics"], "a") as file:
-                    file.write(
-                        json.dumps({"step": step, **{prefix + k: v for k, v in metrics.items()}})
-                        + "\n"
-                    )
+                    named = {prefix + k: v for k, v in metrics.items()}
+                    file.write(json.dumps({"step": step, **named}) + "\n")
 
         def log_samples(self, name, rows, step):
             """Keep nothing: the times of phases are not looked at here."""
@@ -345,13 +343,8 @@ class CriticJob:
             },
         }
         root = Path(__file__).resolve().parents[2]
-        environment = {
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": str(root),
-            "TMPDIR": str(self.directory / "t"),
-            "PYTHONUNBUFFERED": "1",
-        }
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}
+        environment |= {"TMPDIR": str(self.directory / "t"), "PYTHONUNBUFFERED": "1"}
         script = [__file__, json.dumps(settings)]
         self.log_path = self.directory / "log.txt"
 
@@ -365,11 +358,8 @@ class CriticJob:
             command += [f"--master_port={find_free_port()}"]
             self.processes = [start(command, environment, others=ranks)]
         else:
-            shared = {
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(find_free_port()),
-                "WORLD_SIZE": str(ranks),
-            }
+            shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_port())}
+            shared["WORLD_SIZE"] = str(ranks)
             self.processes = [
                 start([], {**environment, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)})
                 for rank in range(ranks)
@@ -382,10 +372,8 @@ class CriticJob:
 
     def __exit__(self, *_):
         self.look_around()
-        for process in [
-            *self._family.values(),
-            *(psutil.Process(p.pid) for p in self.processes if p.poll() is None),
-        ]:
+        running = [psutil.Process(p.pid) for p in self.processes if p.poll() is None]
+        for process in [*self._family.values(), *running]:
             try:
                 process.kill()
             except psutil.NoSuchProcess:
@@ -450,11 +438,8 @@ class CriticJob:
 
     def wait_for_exit(self, limit_s=15) -> list:
         """Exit codes of the processes that were started; fails if one takes longer."""
-        wait_until(
-            lambda: all(process.poll() is not None for process in self.processes),
-            limit_s,
-            lambda: f"the end of\n{self.log()}",
-        )
+        have_ended = lambda: all(process.poll() is not None for process in self.processes)
+        wait_until(have_ended, limit_s, lambda: f"the end of\n{self.log()}")
         return [process.returncode for process in self.processes]
 
     def assert_nothing_left(self) -> None:

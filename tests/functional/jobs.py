@@ -50,23 +50,16 @@ class ScriptJob:
         self.overrides = overrides
         command = []
         if launcher == "torchrun":
-            command += [
-                "-m",
-                "torch.distributed.run",
-                f"--nproc_per_node={ranks}",
-                f"--master_port={find_free_port()}",
-            ]
+            command += ["-m", "torch.distributed.run", f"--nproc_per_node={ranks}"]
+            command.append(f"--master_port={find_free_port()}")
         is_command = str(script).startswith(("train ", "serve ", "generate ", "evaluate "))
         words = ["-m", "nemo_aligner", *script.split()] if is_command else [str(SCRIPTS / script)]
         command += [*words, f"trainer.devices={ranks}", *overrides]
         environment = {
             k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
         }
-        environment |= {
-            "OMP_NUM_THREADS": "1",
-            "PYTHONUNBUFFERED": "1",
-            "TOKENIZERS_PARALLELISM": "false",
-        }
+        environment |= {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        environment["TOKENIZERS_PARALLELISM"] = "false"
         environment |= {"PYTHONWARNINGS": "ignore", "HF_HUB_OFFLINE": "1"}
         log.write_bytes(b"")
         others = ranks - (launcher == "python")  # processes that the first one starts
@@ -186,9 +179,8 @@ def assert_same_metrics(folder: Path, expected: Path, names=None, last=False, **
     for name in names:
         found, wanted = read_metrics(folder, name), read_metrics(expected, name)
         wanted = wanted[-len(found) :] if last else wanted
-        assert wanted and found == (pytest.approx(wanted, **tolerance) if tolerance else wanted), (
-            name
-        )
+        assert wanted, name
+        assert found == (pytest.approx(wanted, **tolerance) if tolerance else wanted), name
 
 
 def write_lines(path: Path, records: list[dict]) -> None:
@@ -201,9 +193,8 @@ def metric_names(folder: Path) -> list[str]:
     """
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     names = {name for record in records for name in record} - {"step", "time"}
-    unexplained = sorted(
-        name for name in names if not _explained().fullmatch(name.rpartition("/")[2])
-    )
+    ends = {name: name.rpartition("/")[2] for name in names}
+    unexplained = sorted(name for name in names if not _explained().fullmatch(ends[name]))
     assert not unexplained, f"docs/metrics.md does not explain {unexplained}"
     return sorted(name for name in names if not name.startswith(("timers/", "tokens/", "speed/")))
 
@@ -227,14 +218,9 @@ def reward_server(
 ) -> ScriptJob:
     """serve_reward_model.py with the reward model of `rm_file`; it logs to `folder`/reward.log."""
     folder.mkdir(exist_ok=True)
-    overrides = [
-        "trainer.accelerator=cpu",
-        "trainer.precision=32",
-        f"rm_model_file={rm_file}",
-        "inference.host=127.0.0.1",
-        f"inference.port={port}",
-        "model.forward_micro_batch_size=2",
-    ]
+    overrides = ["trainer.accelerator=cpu", "trainer.precision=32", f"rm_model_file={rm_file}"]
+    overrides += ["inference.host=127.0.0.1", f"inference.port={port}"]
+    overrides.append("model.forward_micro_batch_size=2")
     return ScriptJob(script, folder / "reward.log", [*overrides, *extra], ranks, launcher)
 
 

@@ -35,10 +35,8 @@ def inputs(tmp_path_factory, tiny_tokenizer_dir):
     tokenizer = talking_agent.write_tokenizer(tiny_tokenizer_dir, folder / "tokenizer")
     sizes = {"encoder_seq_length": 96, "max_position_embeddings": 96}
     MegatronGPTModel(tiny_config(tokenizer, seed=3, **sizes)).save_to(str(folder / "policy.nemo"))
-    prompts = [
-        {"messages": [{"role": "user", "content": f"Say {number}"}], "answer": number}
-        for number in range(48)
-    ]
+    asked = [[{"role": "user", "content": f"Say {number}"}] for number in range(48)]
+    prompts = [{"messages": each, "answer": number} for number, each in enumerate(asked)]
     write_lines(folder / "prompts.jsonl", prompts)
     return folder
 

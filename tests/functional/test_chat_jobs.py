@@ -33,14 +33,9 @@ TEMPLATE = (
     "{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-LORA = [
-    "model.peft.peft_scheme=lora",
-    "model.peft.lora_tuning.target_modules=[all]",
-    "model.peft.lora_tuning.adapter_dim=4",
-    "model.peft.lora_tuning.variant=canonical",
-    "model.data.chat_template=tokenizer",
-    "model.encoder_seq_length=96",
-]
+LORA = ["model.peft.peft_scheme=lora", "model.peft.lora_tuning.target_modules=[all]"]
+LORA += ["model.peft.lora_tuning.adapter_dim=4", "model.peft.lora_tuning.variant=canonical"]
+LORA += ["model.data.chat_template=tokenizer", "model.encoder_seq_length=96"]
 RESPONSES = ["was a joy", "is dull", "bad", "a sad and very long evening"]
 NEMO_LORA = [
     "model.data.chat=True",
@@ -118,10 +113,8 @@ def data(tmp_path_factory):
 
 
 def of_sft(data, kind: str) -> list[str]:
-    return [
-        f"model.data.{name}_ds.file_path={data}/{kind}_{name}.jsonl"
-        for name in ("train", "validation")
-    ]
+    files = {name: f"{data}/{kind}_{name}.jsonl" for name in ("train", "validation")}
+    return [f"model.data.{name}_ds.file_path={file}" for name, file in files.items()]
 
 
 def job(algorithm, data, base, folder):
@@ -165,23 +158,17 @@ def test_a_student_ends_its_own_turns(data, base, tmp_path):
     prefix = f"{{train: [{data}/own_train.jsonl], validation: [{data}/own_validation.jsonl]}}"
     with served(base, tmp_path / "teacher.log", port, "inference.top_k=302") as server:
         wait_until_serving(server)
-        must_succeed(
-            on_policy(data, base, folder, port, *options, f"model.data.data_prefix={prefix}")
-        )
+        options = [*options, f"model.data.data_prefix={prefix}"]
+        must_succeed(on_policy(data, base, folder, port, *options))
     assert read_metrics(folder, "train/kd_loss")[0] == pytest.approx(0, abs=1e-6)
     assert read_metrics(folder, "train/on_policy") == [1] * 4
 
 
 def actor(kind, data, base, folder, steps, port):
     """Conversations with an environment, by PPO with RLOO or by REINFORCE."""
-    options = [
-        *settings(folder, kind),
-        *LORA,
-        f"pretrained_checkpoint.restore_from_path={base}",
-        "model.optim.sched.name=constant",
-        f"trainer.{kind}.val_check_interval=2",
-        f"trainer.{kind}.save_interval=2",
-    ]
+    options = [*settings(folder, kind), *LORA, f"pretrained_checkpoint.restore_from_path={base}"]
+    options += [f"trainer.{kind}.{key}_interval=2" for key in ("val_check", "save")]
+    options.append("model.optim.sched.name=constant")
     if kind == "reinforce":
         options += [f"trainer.reinforce.max_steps={steps}"]
         return test_rs_job.actor(data, folder, port, *options, kind="reinforce")

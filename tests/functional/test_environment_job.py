@@ -56,10 +56,8 @@ def settings(folder, kind, fails="-1"):
     path = folder / "talk.py"
     path.write_text(textwrap.dedent(ENVIRONMENT).replace("FAILS", fails))
     given = {"path": f"{path}:Talk", "max_turns": TURNS, "workers": 1}
-    return [
-        *(f"model.{kind}.environment.{key}={value}" for key, value in given.items()),
-        f"model.{kind}.length_params.max_length=10",
-    ]
+    own = [f"model.{kind}.environment.{key}={value}" for key, value in given.items()]
+    return [*own, f"model.{kind}.length_params.max_length=10"]
 
 
 def grpo(inputs, folder, steps, ranks=1, *extra, fails="-1"):
@@ -99,10 +97,9 @@ def test_a_run_without_any_server_learns_from_its_environment(whole):
     metrics = whole / "actor"
     turns = read_metrics(metrics, "train_rollouts/turns")
     assert len(turns) == 4 and all(1 < mean < TURNS for mean in turns)
-    lengths, prompts, generated = (
-        read_metrics(metrics, f"train_rollouts/{name}")
-        for name in ("response_lengths", "prompt_lengths", "generation_length")
-    )
+    names = "response_lengths", "prompt_lengths", "generation_length"
+    names = [f"train_rollouts/{name}" for name in names]
+    lengths, prompts, generated = (read_metrics(metrics, name) for name in names)
     # Observations are neither prompt nor generated.
     assert all(r > p + g for r, p, g in zip(lengths, prompts, generated, strict=True))
     kl = read_metrics(metrics, "train_rollouts/init_policy_kl")
@@ -163,11 +160,8 @@ def test_an_environment_that_fails_ends_the_job_with_one_line(inputs, tmp_path):
         assert not job.leftovers()
     assert job.log.count("ERROR: ") == 1
     message = job.log.split("ERROR: ")[-1]
-    for words in (
-        "talk.py:Talk failed on response",
-        "OSError: the tool is broken",
-        "model.ppo.environment.fallback",
-    ):
+    said = "talk.py:Talk failed on response", "OSError: the tool is broken"
+    for words in (*said, "model.ppo.environment.fallback"):
         assert words in message and "Traceback" not in message
     assert 'raise OSError("the tool is broken")' in job.log  # in the user's traceback
 
@@ -183,10 +177,7 @@ def test_an_environment_that_fails_ends_the_job_with_one_line(inputs, tmp_path):
             ],
             ["gives the rewards", "set that to False"],
         ),
-        (
-            ["remote_critic_rm.reward_models={a: {ip: localhost, port: 1}}"],
-            ["remote_critic_rm.reward_models would not be asked"],
-        ),
+        (["remote_critic_rm.reward_models={a: {ip: localhost, port: 1}}"], ["would not be asked"]),
     ],
     ids=["combined", "reward-models"],
 )

@@ -41,18 +41,10 @@ def written(folder, name: str):
 )
 def test_from_folder_to_folder(write_folder, data, tmp_path, ranks, front):  # noqa: F811
     split = ["++model.tensor_model_parallel_size=2"] if ranks == 2 else []
-    base = write_folder(
-        hugging_face.randomized(
-            hugging_face.causal_lm(
-                "Qwen2",
-                vocab_size=300,
-                max_position_embeddings=64,
-                num_attention_heads=4,
-                num_key_value_heads=2,
-                tie_word_embeddings=True,
-            )
-        )
-    )
+    sizes = {"vocab_size": 300, "max_position_embeddings": 64, "tie_word_embeddings": True}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    qwen = hugging_face.causal_lm("Qwen2", **sizes, **heads)
+    base = write_folder(hugging_face.randomized(qwen))
     sft, rm, ppo = (tmp_path / name for name in ("sft", "rm", "ppo"))
     job = functools.partial(training, ranks=ranks)
     must_succeed(
@@ -72,18 +64,9 @@ def test_from_folder_to_folder(write_folder, data, tmp_path, ranks, front):  # n
     assert losses[-1] < losses[0]
     tuned = written(sft, "megatron_gpt_sft")
 
-    must_succeed(
-        job(
-            "train_reward_model.py",
-            rm,
-            *split,
-            "model.save_hf=True",
-            f"pretrained_checkpoint.restore_from_path={tuned}",
-            *prefix(data / "pairs_train.jsonl", data / "pairs_validation.jsonl"),
-            *BATCHES,
-            *steps("rm", 2),
-        )
-    )
+    own = [f"pretrained_checkpoint.restore_from_path={tuned}", *BATCHES, *steps("rm", 2)]
+    own += prefix(data / "pairs_train.jsonl", data / "pairs_validation.jsonl")
+    must_succeed(job("train_reward_model.py", rm, *split, "model.save_hf=True", *own))
     judge = written(rm, "megatron_gpt")
     scorer = transformers.AutoModelForSequenceClassification.from_pretrained(judge)
     assert scorer.config.num_labels == 1

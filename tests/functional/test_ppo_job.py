@@ -153,15 +153,11 @@ def single(inputs):
 
 @pytest.mark.full
 def test_a_run_learns_saves_and_starts_at_kl_zero(single):
-    kl, ratio, losses, ended = (
-        read_metrics(single / "actor", name)
-        for name in (
-            "train_rollouts/init_policy_kl",
-            "train_optim/ppo_ratio",
-            "train_optim/loss",
-            "train_rollouts/fraction_of_samples_properly_ended",
-        )
-    )
+    names = [f"train_optim/{name}" for name in ("ppo_ratio", "loss")]
+    names += [
+        f"train_rollouts/{n}" for n in ("init_policy_kl", "fraction_of_samples_properly_ended")
+    ]
+    ratio, losses, kl, ended = (read_metrics(single / "actor", name) for name in names)
     assert kl[0] == 0.0 and kl[1] != 0.0  # k1 of few samples may be negative
     assert ratio[0] == pytest.approx(1.0, abs=1e-5)
     # Two updates per rollout.
@@ -190,13 +186,9 @@ def test_encrypted_and_without_triton_it_is_the_same_run(inputs, single):
 @pytest.mark.parametrize("tensor_parallel", SIDES)
 def test_any_split_gives_the_same_numbers(inputs, single, tmp_path, tensor_parallel):
     """One side on TP2, under torchrun, the other on DP2."""
-    split = {
-        side: ["++model.tensor_model_parallel_size=2"] * (side == tensor_parallel)
-        for side in SIDES
-    }
-    launchers = [
-        "torchrun" if side == tensor_parallel else "python" for side in ("critic", "actor")
-    ]
+    two = ["++model.tensor_model_parallel_size=2"]
+    split = {side: two * (side == tensor_parallel) for side in SIDES}
+    launchers = ["torchrun" if side == tensor_parallel else "python" for side in SIDES[::-1]]
     run_pair(inputs, tmp_path, split["critic"], split["actor"], ranks=2, launchers=launchers)
     assert_same_metrics(tmp_path / "actor", single / "actor", rel=1e-4, abs=1e-5)
     samples = [
@@ -212,11 +204,9 @@ def test_separate_servers_give_the_numbers_of_one(inputs, single, tmp_path, rank
     """Of two ranks: a data-parallel reward server and actor."""
     port, launcher = find_free_port(), "torchrun" if ranks == 2 else "python"
     alone = "trainer.ppo.combine_rm_and_critic_server=False"
-    apart = [
-        "remote_critic_rm.combine_rm_and_critic_server=False",
-        "remote_critic_rm.reward_model.ip=127.0.0.1",
-        f"remote_critic_rm.reward_model.port={port}",
-    ]
+    apart = ["remote_critic_rm.combine_rm_and_critic_server=False"]
+    address = {"ip": "127.0.0.1", "port": port}
+    apart += [f"remote_critic_rm.reward_model.{key}={value}" for key, value in address.items()]
     critic_port = find_free_port()
     with (
         critic(inputs, tmp_path, critic_port, alone, launcher=launcher) as server,
@@ -296,9 +286,7 @@ def run_killed_pair(inputs, folder, monkeypatch, side, save):
 
 
 @pytest.mark.full
-def test_a_pair_killed_in_its_saves_continues_with_the_same_commands(
-    inputs, whole, tmp_path, monkeypatch
-):
+def test_a_pair_killed_in_its_saves_continues_as_it_was(inputs, whole, tmp_path, monkeypatch):
     """The actor dies in its first save in the background, then the critic in the one of step 4: no
     argument is changed, and every metric is the same to the bit. (Other saves: tests/chaos.)
     """
@@ -318,11 +306,8 @@ def test_an_actor_that_is_stopped_in_a_step_saves_and_continues(inputs, whole, t
     port, metrics = find_free_port(), tmp_path / "actor/metrics.jsonl"
     with critic(inputs, tmp_path, port, CONSTANT_RATE) as server:
         with actor(inputs, tmp_path, port, *FOUR) as job:
-            wait_until(
-                lambda: metrics.exists() and "train_rollouts/" in metrics.read_text(),
-                patience(120),
-                lambda: job.log[-3000:],
-            )
+            rolls_out = lambda: metrics.exists() and "train_rollouts/" in metrics.read_text()
+            wait_until(rolls_out, patience(120), lambda: job.log[-3000:])
             job.process.send_signal(signal.SIGUSR1)
             assert job.wait(60) == ExitCode.PRE_EMPTED, job.log[-3000:]
             assert not job.leftovers()

@@ -231,9 +231,8 @@ def test_each_step_of_a_response_has_a_reward(source, tmp_path, inputs, answers)
     with contextlib.ExitStack() as stack:
         given = [*reward_fn(inputs, "lengths_of_words"), *(f"trainer.ppo.{x}" for x in STEPWISE)]
         if source == "model":
-            given = [
-                f"remote_critic_rm.reward_model.{x}" for x in ("ip=127.0.0.1", f"port={port}")
-            ]
+            own = "ip=127.0.0.1", f"port={port}"
+            given = [f"remote_critic_rm.reward_model.{x}" for x in own]
             (tmp_path / "server").mkdir()
             steps = [f"inference.{x}" for x in STEPWISE]
             reward = stack.enter_context(
@@ -258,9 +257,8 @@ def test_each_step_of_a_response_has_a_reward(source, tmp_path, inputs, answers)
     (grpo_reward, grpo_norm), (rloo_reward, rloo_norm) = first.values()
     assert grpo_reward == rloo_reward and grpo_norm != rloo_norm
     if source == "function":
-        samples = [
-            json.loads(line) for line in (runs["rloo"] / "actor" / "val_samples.jsonl").open()
-        ]
+        file = runs["rloo"] / "actor" / "val_samples.jsonl"
+        samples = [json.loads(line) for line in file.open()]
         for sample in samples:
             letters = len(sample["response"].replace(" ", ""))
             assert sample["reward"] == pytest.approx(letters), sample
@@ -319,9 +317,8 @@ def test_own_loss_and_advantages(tmp_path, inputs, answers):
     for name, given in runs.items():
         must_end_well(grpo(inputs, tmp_path / name, *few, *given, ranks=1 + (name == "own")))
     for key in ("train_optim/loss", "train_optim/grad_norm", "train_rollouts/advantages_std"):
-        theirs, own_numbers, halved = (
-            read_metrics(tmp_path / name / "actor", key) for name in runs
-        )
+        numbers = [read_metrics(tmp_path / name / "actor", key) for name in runs]
+        theirs, own_numbers, halved = numbers
         assert theirs and own_numbers == pytest.approx(theirs, rel=1e-4, abs=1e-6)
         if key == "train_optim/grad_norm":
             assert halved != pytest.approx(theirs, rel=1e-2)

@@ -67,11 +67,8 @@ def request(rows: list[torch.Tensor], width: int | None = None, fill=None) -> di
     """
     lengths = np.array([[len(row)] for row in rows])
     shape = (len(rows), width or int(lengths.max()))
-    tokens = (
-        np.zeros(shape, np.int64)
-        if fill is None
-        else np.random.default_rng(fill).integers(0, VOCAB, shape)
-    )
+    odd = lambda: np.random.default_rng(fill).integers(0, VOCAB, shape)
+    tokens = np.zeros(shape, np.int64) if fill is None else odd()
     for row, tokens_of_row in zip(rows, tokens):
         tokens_of_row[: len(row)] = row.numpy()
     return {"tokens": tokens, "sequence_lengths": lengths}
@@ -87,12 +84,8 @@ def ask(port: int, name: str = "reward_model", **arrays) -> dict:
     """A request without any of our client's checks."""
     from pytriton.client import ModelClient
 
-    with ModelClient(
-        f"http://127.0.0.1:{port}",
-        name,
-        init_timeout_s=patience(20),
-        inference_timeout_s=patience(60),
-    ) as client:
+    limits = {"init_timeout_s": patience(20), "inference_timeout_s": patience(60)}
+    with ModelClient(f"http://127.0.0.1:{port}", name, **limits) as client:
         return client.infer_batch(**{key: np.asarray(array) for key, array in arrays.items()})
 
 
@@ -195,14 +188,11 @@ def test_wrong_requests_are_refused_and_the_server_goes_on(port, model, request_
     for word in words:
         assert word.replace(" ", "").lower() in said, caught.value
     rows = make_rows(3, seed=1)
-    np.testing.assert_allclose(
-        ask(port, **request(rows))["rewards"], direct(model, rows), **TOLERANCE
-    )
+    found = ask(port, **request(rows))["rewards"]
+    np.testing.assert_allclose(found, direct(model, rows), **TOLERANCE)
 
 
-def test_a_policy_with_another_tokenizer_is_refused(
-    port, model, tiny_tokenizer, reversed_tokenizer_dir
-):
+def test_a_policy_of_other_tokens_is_refused(port, model, tiny_tokenizer, reversed_tokenizer_dir):
     from nemo.collections.common.tokenizers import AutoTokenizer
 
     rows = make_rows(3, seed=3)
@@ -211,11 +201,8 @@ def test_a_policy_with_another_tokenizer_is_refused(
         through_client(port, rows, tokenizer=other)
     theirs, own = tokenizer_fingerprint(other), tokenizer_fingerprint(tiny_tokenizer)
     assert theirs != own
-    for words in (
-        f"the policy's tokenizer ({theirs})",
-        f"this server's ({own})",
-        "Serve a reward model",
-    ):
+    both = f"the policy's tokenizer ({theirs})", f"this server's ({own})"
+    for words in (*both, "Serve a reward model"):
         assert words in str(caught.value)
     np.testing.assert_allclose(
         through_client(port, rows, tokenizer=tiny_tokenizer), direct(model, rows), **TOLERANCE
@@ -231,15 +218,11 @@ def test_a_policy_with_another_tokenizer_is_refused(
     [("python", 1, 4), ("torchrun", 2, "null")],
     ids=["python-dp2", "torchrun-tp2"],
 )
-def test_two_ranks_give_the_same_scores_and_end_clean(
-    rm_file, model, tmp_path, launcher, tp, strip
-):
+def test_two_ranks_give_these_scores_and_end_clean(rm_file, model, tmp_path, launcher, tp, strip):
     port = find_free_port()
-    extra = [
-        f"++model.tensor_model_parallel_size={tp}",
-        f"inference.strip_sequence_length_to_multiple={strip}",
-        "inference.inference_micro_batch_size=[2,4]",
-    ]
+    extra = [f"++model.tensor_model_parallel_size={tp}"]
+    extra.append(f"inference.strip_sequence_length_to_multiple={strip}")
+    extra.append("inference.inference_micro_batch_size=[2,4]")
     with reward_server(rm_file, tmp_path / "two", port, *extra, ranks=2, launcher=launcher) as job:
         wait_until_serving(job)
         assert_scores_are_direct(port, model)
@@ -267,9 +250,7 @@ def regression(tiny_tokenizer_dir, tmp_path_factory):
     return path
 
 
-def test_what_cannot_be_served_is_one_clear_error(
-    regression, rm_file, tiny_tokenizer_dir, tmp_path
-):
+def test_what_cannot_be_served_is_one_error(regression, rm_file, tiny_tokenizer_dir, tmp_path):
     """A language model; a critic; a port in use; attributes that are not merged. All at once, to
     save their starts.
     """

@@ -90,10 +90,8 @@ def single(inputs, server_port):
 
 
 def validation_samples(folder):
-    return [
-        (sample["prompt"], sample["response"])
-        for sample in map(json.loads, (folder / "actor/val_samples.jsonl").open())
-    ]
+    samples = map(json.loads, (folder / "actor/val_samples.jsonl").open())
+    return [(sample["prompt"], sample["response"]) for sample in samples]
 
 
 def test_a_run_trains_saves_and_counts_prompts(single):
@@ -109,23 +107,12 @@ def test_a_run_trains_saves_and_counts_prompts(single):
     assert all(best > mean for best, mean in zip(kept, means, strict=True))
     assert all(seconds > 0 for seconds in read_metrics(metrics, "speed/generate_tokens_per_s"))
     names = sorted(path.name for path in (metrics / "checkpoints").iterdir())
-    assert any(
-        name.startswith(
-            "megatron_gpt-step=3-consumed_samples=12-rs_optimization_step=6-epoch=0-val_global_rewards="
-        )
-        for name in names
-    ), names
+    first = "megatron_gpt-step=3-consumed_samples=12-rs_optimization_step=6-epoch=0-val_global_re"
+    assert any(name.startswith(first) for name in names), names
     assert "megatron_gpt_rs_actor.nemo" in names
-    samples = [
-        json.loads(line) for line in (metrics / "val_samples.jsonl").read_text().splitlines()
-    ]
-    assert len(samples) == 4 and set(samples[0]) >= {
-        "step",
-        "prompt",
-        "response",
-        "reward",
-        "is_end",
-    }
+    samples = [json.loads(line) for line in (metrics / "val_samples.jsonl").open()]
+    assert len(samples) == 4
+    assert set(samples[0]) >= {"step", "prompt", "response", "reward", "is_end"}
 
 
 @pytest.mark.full
@@ -163,11 +150,8 @@ def wait_for(condition, job, what, timeout_s=90.0):
 
 def steps_done(folder):
     file = folder / "actor" / "metrics.jsonl"
-    return (
-        len(read_metrics(folder / "actor", "train_rollouts/global_rewards"))
-        if file.exists()
-        else 0
-    )
+    name = "train_rollouts/global_rewards"
+    return len(read_metrics(folder / "actor", name)) if file.exists() else 0
 
 
 @pytest.mark.full
@@ -180,35 +164,29 @@ def test_servers_that_are_killed_and_come_back_change_nothing(inputs, server_por
     must_end_well(actor(inputs, undisturbed, server_port, *steps))
 
     ports = find_free_port(), find_free_port()
-    addresses = (
+    addresses = [
         "remote_rm.host=null",
         "remote_rm.port=null",
         "remote_rm.reward_model.ip=127.0.0.1",
-        f"remote_rm.reward_model.port=[{ports[0]},{ports[1]}]",
-    )
+    ]
+    addresses.append(f"remote_rm.reward_model.port=[{ports[0]},{ports[1]}]")
 
     def start(port, name):
         # A request waits a second for company in the server, so there is always one in flight when
         # a server is killed.
-        slow = (
-            "inference.max_queue_delay_microseconds=1000000",
-            "inference.inference_micro_batch_size=64",
-        )
+        slow = ["inference.max_queue_delay_microseconds=1000000"]
+        slow.append("inference.inference_micro_batch_size=64")
         return reward_server(inputs / "rm.nemo", tmp_path / name, port, *slow)
 
     with contextlib.ExitStack() as first, contextlib.ExitStack() as second:
-        servers = (
-            first.enter_context(start(ports[0], "first")),
-            second.enter_context(start(ports[1], "second")),
-        )
+        stacks = zip((first, second), ports, ("first", "second"))
+        servers = [stack.enter_context(start(port, name)) for stack, port, name in stacks]
         for server in servers:
             wait_until_serving(server)
         with actor(inputs, fleet, ports[0], *steps, *addresses) as job:
             wait_for(lambda: steps_done(fleet) >= 2, job, "two steps")
             first.close()  # SIGKILL to all of its processes
-            wait_for(
-                lambda: f":{ports[0]} is left out" in job.log, job, "the first server's absence"
-            )
+            wait_for(lambda: f":{ports[0]} is left out" in job.log, job, "the first's absence")
             alone = steps_done(fleet)
             wait_for(lambda: steps_done(fleet) >= alone + 2, job, "two steps with one server")
             # However long a server takes to start on this machine, the run is not over by then.
@@ -216,13 +194,10 @@ def test_servers_that_are_killed_and_come_back_change_nothing(inputs, server_por
             process.suspend()
             wait_until_serving(first.enter_context(start(ports[0], "again")))
             process.resume()
-            wait_for(
-                lambda: f"back: reward_model at 127.0.0.1:{ports[0]}" in job.log, job, "its return"
-            )
+            back = f"back: reward_model at 127.0.0.1:{ports[0]}"
+            wait_for(lambda: back in job.log, job, "its return")
             second.close()
-            assert steps_done(fleet) <= 10, (
-                "the run was nearly over when the first server came back"
-            )
+            assert steps_done(fleet) <= 10, "nearly over when the first server came back"
             assert_ended_well(job, job.wait(300))
             assert f":{ports[1]} is left out" in job.log, job.log[-4000:]
     # Rewards go through sums of another order.

@@ -124,17 +124,9 @@ def sft(data, tokenizer, log_dir, *overrides, script="train_gpt_sft.py", **kwarg
 def paired(section, data, base, log_dir, *overrides, script, **kwargs) -> ScriptJob:
     """Four updates of a reward model, DPO or KTO."""
     kind = "pairs" if section == "rm" else section
-    return training(
-        script,
-        log_dir,
-        f"pretrained_checkpoint.restore_from_path={base}",
-        *prefix(data / f"{kind}_train.jsonl", data / f"{kind}_validation.jsonl"),
-        *BATCHES,
-        DROPOUT,
-        *steps(section),
-        *overrides,
-        **kwargs,
-    )
+    files = prefix(data / f"{kind}_train.jsonl", data / f"{kind}_validation.jsonl")
+    own = [f"pretrained_checkpoint.restore_from_path={base}", *files, *BATCHES, DROPOUT]
+    return training(script, log_dir, *own, *steps(section), *overrides, **kwargs)
 
 
 def reward_model(data, base, log_dir, *overrides, **kwargs) -> ScriptJob:
@@ -263,9 +255,8 @@ def test_a_folder_of_other_data_is_refused_and_another_batch_size_goes_on_in_sam
     job = functools.partial(sft, data, tiny_tokenizer_dir, tmp_path / "again", ranks=2)
     other = ["model.seed=5", f"model.data.train_ds.file_path={data}/sft_validation.jsonl"]
     must_fail_with(job(*other), "24 samples of sft_train", "6 samples of sft_val", "seed")
-    sizes = [
-        f"model.data.train_ds.{key}_batch_size={n}" for key, n in (("global", 2), ("micro", 1))
-    ]
+    sizes = {"global": 2, "micro": 1}.items()
+    sizes = [f"model.data.train_ds.{key}_batch_size={n}" for key, n in sizes]
     must_succeed(job(*sizes, "trainer.sft.max_steps=-1"))
     used = read_metrics(tmp_path / "again", "train/consumed_samples")
     assert used == list(range(10, 26, 2))  # 8 before, 24 in the epoch
@@ -331,10 +322,8 @@ def test_a_policy_starts_at_its_reference_and_so_does_a_script_of_nemo_aligner(
 
     script = str(OTHERS / ("spin.py" if kind == "spin" else "preferences.py"))
     must_succeed(JOBS[kind](data, base, tmp_path / "other", *options, script=script))
-    found, expected = (
-        complete_checkpoints(tmp_path / name / "checkpoints")[-1][1]["metrics"]
-        for name in ("other", "own")
-    )
+    folders = [tmp_path / name / "checkpoints" for name in ("other", "own")]
+    found, expected = (complete_checkpoints(each)[-1][1]["metrics"] for each in folders)
     assert found["train_loss"] == pytest.approx(losses[-1], rel=1e-6)
     for name in ("train_grad_norm", "val_loss", *compared):
         assert found[name] == pytest.approx(expected[name], rel=1e-6), name

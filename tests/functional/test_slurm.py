@@ -36,15 +36,9 @@ PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "sinfo", "squeue", "scont
 PATHS = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
 MISSING = [name for name in PROGRAMS if shutil.which(name, path=PATHS) is None]
 
-pytestmark = [
-    pytest.mark.full,
-    pytest.mark.timeout(1200),
-    pytest.mark.skipif(
-        bool(MISSING),
-        reason=f"needs Slurm; {', '.join(MISSING)} not found (on Debian: slurmctld, slurmd, "
-        "slurm-client, munge)",
-    ),
-]
+HINT = f"needs Slurm; {', '.join(MISSING)} not found (on Debian: slurmctld, slurmd, slurm-client, "
+NO_SLURM = pytest.mark.skipif(bool(MISSING), reason=f"{HINT}munge)")
+pytestmark = [pytest.mark.full, pytest.mark.timeout(1200), NO_SLURM]
 
 NODES = ("127.0.0.1", "127.0.0.2")
 # What stands for GPUs: Slurm wants devices of their own, and never opens them here.
@@ -96,21 +90,12 @@ class Slurm:
             (folder / name).mkdir(mode=0o755)
         (folder / "gres.conf").write_text("".join(f"Name=gpu File={d}\n" for d in DEVICES))
         host = socket.gethostname().partition(".")[0]
-        nodes = "\n".join(
-            f"NodeName={node} NodeAddr={node} NodeHostname={host} Port={find_free_port()} CPUs=8 "
-            "RealMemory=1000 Gres=gpu:8"
-            for node in NODES
-        )
-        (folder / "slurm.conf").write_text(
-            CONFIGURATION.format(
-                host=host,
-                port=find_free_port(),
-                user=pwd.getpwuid(os.getuid()).pw_name,
-                folder=folder,
-                nodes=nodes,
-                send_user_signal=self._send_user_signal(),
-            )
-        )
+        node = "NodeName={0} NodeAddr={0} NodeHostname={1} Port={2} CPUs=8 RealMemory=1000"
+        node += " Gres=gpu:8"
+        nodes = "\n".join(node.format(address, host, find_free_port()) for address in NODES)
+        names = {"host": host, "nodes": nodes, "user": pwd.getpwuid(os.getuid()).pw_name}
+        names |= {"port": find_free_port(), "send_user_signal": self._send_user_signal()}
+        (folder / "slurm.conf").write_text(CONFIGURATION.format(folder=folder, **names))
         key = folder / "munge" / "key"
         key.touch(mode=0o600)
         key.write_bytes(secrets.token_bytes(128))
@@ -121,25 +106,17 @@ class Slurm:
         found = re.search(r"(\d+)\.(\d+)", self.ask("slurmctld", "-V"))
         assert found is not None
         new = (int(found[1]), int(found[2])) >= (23, 2)
-        return (
-            "PreemptParameters=send_user_signal"
-            if new
-            else "SlurmctldParameters=preempt_send_user_signal"
-        )
+        key = "PreemptParameters=" if new else "SlurmctldParameters=preempt_"
+        return f"{key}send_user_signal"
 
     def __enter__(self) -> "Slurm":
         munge = self.folder / "munge"
         try:
-            self._start(
-                "munged",
-                "--foreground",
-                "--force",
-                f"--key-file={munge}/key",
-                f"--socket={munge}/socket",
-                f"--pid-file={munge}/pid",
-                f"--seed-file={munge}/seed",
-                f"--log-file={munge}/log",
-            )
+            files = {"key-file": "key", "socket": "socket", "pid-file": "pid", "seed-file": "seed"}
+            files = [
+                f"--{key}={munge}/{name}" for key, name in (files | {"log-file": "log"}).items()
+            ]
+            self._start("munged", "--foreground", "--force", *files)
             wait_until((munge / "socket").exists, 20, self.logs)
             self._start("slurmctld", "-D")
             for node in NODES:
@@ -152,11 +129,8 @@ class Slurm:
 
     def _start(self, *command: str) -> None:
         with (self.folder / "daemons.log").open("ab") as log:
-            self._daemons.append(
-                subprocess.Popen(
-                    command, env=self.env, stdout=log, stderr=log, stdin=subprocess.DEVNULL
-                )
-            )
+            streams = {"stdout": log, "stderr": log, "stdin": subprocess.DEVNULL}
+            self._daemons.append(subprocess.Popen(command, env=self.env, **streams))
 
     def __exit__(self, *_exc: object) -> None:
         # Where it did not come up, nobody answers.
@@ -217,9 +191,8 @@ class Slurm:
     def logs(self) -> str:
         """The ends of all logs."""
         files = [*self.folder.glob("*.log"), *self.folder.glob("*/*.log")]
-        return "\n".join(
-            f"--- {file}\n{file.read_text(errors='replace')[-3000:]}" for file in files
-        )
+        ends = {file: file.read_text(errors="replace")[-3000:] for file in files}
+        return "\n".join(f"--- {file}\n{end}" for file, end in ends.items())
 
 
 @pytest.fixture
@@ -243,19 +216,11 @@ def words_of(job) -> list[str]:
 
 def test_ppo_is_queued_again_and_ends_with_the_same_numbers(inputs, slurm, tmp_path):
     letters = f"[{','.join(string.ascii_lowercase)}]"
-    more = [
-        "trainer.devices=1",
-        "trainer.num_nodes=1",
-        "exp_manager.checkpoint_callback_params.save_nemo_on_train_end=False",
-    ]
-    actor_more = [
-        *more,
-        f"trainer.ppo.max_steps={STEPS}",
-        "trainer.ppo.max_epochs=20",
-        "trainer.ppo.val_check_interval=0",
-        "trainer.ppo.save_interval=10",
-        f"model.ppo.sampling_params.end_strings={letters}",
-    ]
+    more = ["trainer.devices=1", "trainer.num_nodes=1"]
+    more.append("exp_manager.checkpoint_callback_params.save_nemo_on_train_end=False")
+    limits = {"max_steps": STEPS, "max_epochs": 20, "val_check_interval": 0, "save_interval": 10}
+    actor_more = [*more, *(f"trainer.ppo.{key}={value}" for key, value in limits.items())]
+    actor_more.append(f"model.ppo.sampling_params.end_strings={letters}")
     critic_more = [*more, "trainer.ppo.max_steps=1000"]
     whole, port = tmp_path / "whole", find_free_port()
     with (
@@ -292,9 +257,8 @@ def test_ppo_is_queued_again_and_ends_with_the_same_numbers(inputs, slurm, tmp_p
 
     def steps() -> int:
         file = results / "actor" / "metrics.jsonl"
-        return (
-            len(read_metrics(results / "actor", "train_rollouts/rewards")) if file.exists() else 0
-        )
+        name = "train_rollouts/rewards"
+        return len(read_metrics(results / "actor", name)) if file.exists() else 0
 
     def wait_for_step(count: int) -> None:
         def is_there() -> bool:
@@ -315,9 +279,8 @@ def test_ppo_is_queued_again_and_ends_with_the_same_numbers(inputs, slurm, tmp_p
 
     # Slurm pre-empts the job: SIGUSR1, so it saves.
     wait_for_step(2)
-    slurm.ask(
-        "sbatch", "--partition=high", "--nodes=2", "--exclusive", "--output=none", "--wrap=true"
-    )
+    high = "--partition=high", "--nodes=2", "--exclusive", "--output=none", "--wrap=true"
+    slurm.ask("sbatch", *high)
     wait_until((results / "actor" / "ending.json").exists, 100, output, 0.1)
     ending = json.loads((results / "actor" / "ending.json").read_text())
     assert (ending["code"], ending["reason"]) == (ExitCode.PRE_EMPTED, "SIGUSR1"), output()
@@ -326,12 +289,8 @@ def test_ppo_is_queued_again_and_ends_with_the_same_numbers(inputs, slurm, tmp_p
 
     # The critic is killed, as the kernel does it when memory is short.
     wait_for_step(ending["step"] + 2)
-    critics = [
-        process
-        for process in slurm.processes()
-        if "serve_ppo_critic.py" in " ".join(process.cmdline())
-        and "python" in Path(process.exe()).name
-    ]
+    found = [p for p in slurm.processes() if "serve_ppo_critic.py" in " ".join(p.cmdline())]
+    critics = [process for process in found if "python" in Path(process.exe()).name]
     assert critics and steps() < STEPS, output()
     min(critics, key=lambda process: process.create_time()).kill()
     wait_for_restart(2)

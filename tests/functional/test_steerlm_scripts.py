@@ -51,16 +51,9 @@ def attribute_model(tiny_tokenizer_dir, tmp_path_factory):
     )
 
     regression = {"num_attributes": len(ALL_STEERLM_ATTRIBUTES), "merge_attributes": False}
-    model = MegatronGPTRegressionRewardModel(
-        tiny_config(
-            tiny_tokenizer_dir,
-            seed=5,
-            reward_model_type="regression",
-            regression=regression,
-            force_head_dtype="float32",
-            **CONTEXT,
-        )
-    )
+    own = {"reward_model_type": "regression", "regression": regression, **CONTEXT}
+    cfg = tiny_config(tiny_tokenizer_dir, seed=5, force_head_dtype="float32", **own)
+    model = MegatronGPTRegressionRewardModel(cfg)
     head = model.unwrapped()[0].rm_head
     with torch.no_grad():
         head.weight.mul_(8.0)
@@ -136,16 +129,10 @@ def scored(tmp_path_factory):
     """Prompts with two or three responses."""
     lines = []
     for n in range(18):
-        responses = [
-            {
-                "from": "Assistant",
-                "value": text,
-                "log(P(a|x,y))": -0.5 * k,
-                "log(P(y|x))": -30.0 - k,
-                "log(Q(y|a,x))": -30.5 + 0.3 * k,
-            }
-            for k, text in enumerate(["a joy", "is dull", "a sad film"][: 2 + n % 2])
-        ]
+        texts = ["a joy", "is dull", "a sad film"][: 2 + n % 2]
+        weights = lambda k: {"log(P(a|x,y))": -0.5 * k, "log(P(y|x))": -30.0 - k}
+        rated = [weights(k) | {"log(Q(y|a,x))": -30.5 + 0.3 * k} for k in range(len(texts))]
+        responses = [{"from": "Assistant", "value": t, **each} for t, each in zip(texts, rated)]
         turns = [{"from": "User", "value": f"the film {n}"}]
         lines.append({"prompt_turns": turns, "label": "quality:4", "responses": responses})
     path = tmp_path_factory.mktemp("scored") / "data.jsonl"

@@ -47,17 +47,6 @@ def test_sides_take_turns(module, tmp_path):
     assert all(0 <= share <= 1 for f in figures.values() for share in f.others)
 
 
-def test_a_row_has_the_median_and_the_ratio(module):
-    measure = module("measure")
-    times = {"ours": [1.0, 9.0, 2.0], "peer": [3.0, 3.0, 6.0]}
-    figures = {
-        name: measure.Figures(cpu=cpu, wall=cpu, others=[0.5] * 3) for name, cpu in times.items()
-    }
-    row = measure.pair_row("case", figures, more=1)
-    assert (row["ours, CPU s"], row["peer, CPU s"], row["ratio"]) == (2.0, 3.0, 1.5)
-    assert (row["spread"], row["others"], row["more"]) == ("400%, 100%", "50%", 1)
-
-
 def test_both_forms_of_the_model_count_down(module):
     countdown = module("countdown")
     lengths = torch.tensor([1, 5, 128])

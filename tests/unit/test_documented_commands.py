@@ -193,14 +193,10 @@ _PARALLEL_SIZE = "exp_manager.checkpoint_callback_params.model_parallel_size"
 
 
 def training(section):
-    return {
-        "trainer.devices": 8,
-        "trainer.accelerator": "gpu",
-        "trainer.gradient_clip_val": f"${{trainer.{section}.gradient_clip_val}}",
-        "exp_manager.explicit_log_dir": "/results",
-        _PARALLEL_SIZE: _SIZES,
-        "model.optim.overlap_param_sync": False,
-    }
+    keys = {"trainer.devices": 8, "trainer.accelerator": "gpu", _PARALLEL_SIZE: _SIZES}
+    keys |= {"exp_manager.explicit_log_dir": "/results", "model.optim.overlap_param_sync": False}
+    clip = f"${{trainer.{section}.gradient_clip_val}}"
+    return keys | {"trainer.gradient_clip_val": clip}
 
 
 # Of the jobs that began as NeMo's own.

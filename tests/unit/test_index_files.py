@@ -50,9 +50,8 @@ def count_reads(monkeypatch):
 
 def of(path, **options):
     data_cfg = {name: options.pop(name, None) for name in ("columns", "index_mapping_dir")}
-    return Records(
-        [path], ["text"], lambda record: len(record["text"]), data_cfg=data_cfg, **options
-    )
+    length = lambda record: len(record["text"])
+    return Records([path], ["text"], length, data_cfg=data_cfg, **options)
 
 
 # --- never out of date ---

@@ -302,12 +302,8 @@ def test_the_older_name_of_a_key_counts_where_the_newer_is_not_given():
     older = complete_config({"inference": {"micro_batch_size": 7}}, "inference_rm").inference
     both = {"micro_batch_size": 7, "inference_micro_batch_size": 3}
     assert older.inference_micro_batch_size == 7
-    assert (
-        complete_config({"inference": both}, "inference_rm").inference[
-            "inference_micro_batch_size"
-        ]
-        == 3
-    )
+    both = complete_config({"inference": both}, "inference_rm").inference
+    assert both.inference_micro_batch_size == 3
 
 
 # --- optimizers, schedules, tokenizers, data
@@ -349,11 +345,8 @@ SCHEDULE_VALUES = {
 }
 # Read, and without consequence: a rate that never falls is held anyway, and NeMo's class starts
 # the next cycle after the last update.
-SAME_RATES = {
-    ("WarmupHoldPolicy", "hold_steps"),
-    ("WarmupHoldPolicy", "hold_ratio"),
-    ("PolynomialDecayAnnealing", "cycle"),
-}
+SAME_RATES = {("WarmupHoldPolicy", key) for key in ("hold_steps", "hold_ratio")}
+SAME_RATES.add(("PolynomialDecayAnnealing", "cycle"))
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -404,9 +397,8 @@ def test_training_checkpoints_of_nemo_aligner_are_refused(file, tmp_path):
     path = tmp_path / "checkpoints" / file
     path.parent.mkdir(parents=True, exist_ok=True)
     path.touch()
-    with pytest.raises(
-        UserError, match="such as gpt-step=3-last.*start from the .nemo .* another"
-    ):
+    said = "such as gpt-step=3-last.*start from the .nemo .* another"
+    with pytest.raises(UserError, match=said):
         callback.load_latest()
     if path.parent.name != "checkpoints":
         with pytest.raises(UserError, match="start from its .nemo file in another folder"):

@@ -38,12 +38,8 @@ TOKENS = torch.randint(0, 300, (2, 24), generator=torch.Generator().manual_seed(
 MOE = dict(num_moe_experts=4, moe_ffn_hidden_size=24)
 SLOW = dict(rotary_base=4 * 10**12, init_method_std=0.4)  # a wave of more than 8192 positions
 LEARNED = dict(max_position_embeddings=None)
-YARN = dict(
-    position_embedding_type="yarn",
-    yarn_rotary_scaling_factor=4.0,
-    yarn_original_max_position_embeddings=16,
-    init_method_std=0.4,
-)
+YARN = dict(position_embedding_type="yarn", yarn_rotary_scaling_factor=4.0, init_method_std=0.4)
+YARN["yarn_original_max_position_embeddings"] = 16
 LONG_YARN = YARN | {"yarn_original_max_position_embeddings": 4096}
 
 # Keys that NeMo's MegatronGPTModel (1.10 to 2.2) read, or its YAML files set, and keys of its
@@ -102,20 +98,14 @@ CHANGES_SHAPES = {
     "moe_shared_expert_gate": ("llama", MOE | {"moe_shared_expert_intermediate_size": 16}, True),
 }
 # The initial weights differ:
-CHANGES_INITIAL_WEIGHTS = {
-    "init_method_std": ("llama", {}, 0.2),
-    "use_scaled_init_method": ("llama", {}, False),
-    "seed": ("llama", {}, 8),
-}
+CHANGES_INITIAL_WEIGHTS = {"init_method_std": ("llama", {}, 0.2), "seed": ("llama", {}, 8)}
+CHANGES_INITIAL_WEIGHTS["use_scaled_init_method"] = "llama", {}, False
 # The logits differ in training mode:
 CHANGES_TRAINING = {"hidden_dropout": ("llama", {}, 0.5), "attention_dropout": ("llama", {}, 0.5)}
 # Megatron Core's own settings differ (tests/unit/test_experts.py has their numbers):
-CHANGES_SETTINGS = {
-    "moe_aux_loss_coeff": ("llama", MOE, 0.1),
-    "moe_z_loss_coeff": ("llama", MOE, 0.1),
-    "moe_router_load_balancing_type": ("llama", MOE, "none"),
-    "precision": ("llama", {}, "bf16"),
-}
+CHANGES_SETTINGS = {f"moe_{loss}_coeff": ("llama", MOE, 0.1) for loss in ("aux_loss", "z_loss")}
+CHANGES_SETTINGS["moe_router_load_balancing_type"] = "llama", MOE, "none"
+CHANGES_SETTINGS["precision"] = "llama", {}, "bf16"
 CHANGES = (
     CHANGES_LOGITS | CHANGES_SHAPES | CHANGES_INITIAL_WEIGHTS | CHANGES_TRAINING | CHANGES_SETTINGS
 )
@@ -339,9 +329,8 @@ def test_a_value_that_is_not_supported_is_refused_by_the_constructor(build, key)
 
 def test_every_refused_key_is_tested_and_its_accepted_values_build(build):
     assert {key.split(".")[1] for key in ONLY} <= set(REFUSED)
-    accepted = {
-        key.removeprefix("model."): values[0] for key, (values, _) in ONLY.items() if values
-    }
+    accepted = {key: values[0] for key, (values, _) in ONLY.items() if values}
+    accepted = {key.removeprefix("model."): value for key, value in accepted.items()}
     accepted["mcore_customization_config"] = {
         "rotary_interleaved": False,  # as it is built
         "parallel": None,
@@ -454,14 +443,12 @@ def test_no_window():
 
 def test_a_window_needs_one_context_rank_under_transformer_engine(monkeypatch):
     monkeypatch.setattr(megatron_config, "use_transformer_engine", lambda: True)
-    cfg = OmegaConf.create(
-        {"window_size": [47, 0], "encoder_seq_length": 48, "context_parallel_size": 2}
-    )
+    sizes = {"encoder_seq_length": 48, "context_parallel_size": 2}
+    cfg = OmegaConf.create({"window_size": [47, 0], **sizes})
     assert megatron_config._window(cfg) is None  # longer than every sequence
     cfg.encoder_seq_length = 49
-    with pytest.raises(
-        ConfigError, match="window_size=.47, 0. needs model.context_parallel_size=1"
-    ):
+    said = "window_size=.47, 0. needs model.context_parallel_size=1"
+    with pytest.raises(ConfigError, match=said):
         megatron_config._window(cfg)
     cfg.context_parallel_size = 1
     assert megatron_config._window(cfg) == (47, 0)
@@ -601,16 +588,9 @@ def test_a_gelu_without_bias_cannot_be_fused(build):
 @pytest.mark.parametrize("normalization", ["layernorm", "rmsnorm"])
 def test_zero_centered_norms_keep_the_last_bits_in_bf16(normalization):
     cfg = OmegaConf.create({"normalization": normalization, "layernorm_zero_centered_gamma": True})
-    config = type(
-        "Config",
-        (),
-        dict(
-            normalization=megatron_config.NORMALIZATIONS[cfg.normalization],
-            layernorm_zero_centered_gamma=True,
-            sequence_parallel=True,
-            layernorm_bias=True,
-        ),
-    )
+    kind = megatron_config.NORMALIZATIONS[cfg.normalization]
+    names = "layernorm_zero_centered_gamma", "sequence_parallel", "layernorm_bias"
+    config = type("Config", (), {"normalization": kind, **dict.fromkeys(names, True)})
     norm = megatron_norms.LocalNorm(config, 64, eps=1e-5)
     assert torch.equal(norm.weight, torch.zeros(64)) and norm.weight.sequence_parallel
     norm = norm.bfloat16()
@@ -633,12 +613,8 @@ def test_queries_and_keys_are_normalized_per_head(build, normalization):
     """By the formula, with the weight's two forms."""
     seen = {}
     for zero_centered in (False, True):
-        model = build(
-            qk_layernorm=True,
-            normalization=normalization,
-            layernorm_zero_centered_gamma=zero_centered,
-            layernorm_epsilon=0.5,
-        )
+        keys = {"layernorm_zero_centered_gamma": zero_centered, "layernorm_epsilon": 0.5}
+        model = build(qk_layernorm=True, normalization=normalization, **keys)
         attention = model.unwrapped()[0].decoder.layers[1].self_attention
         assert attention.k_layernorm.weight.shape == (8,)
         norm = attention.q_layernorm
@@ -668,11 +644,8 @@ def test_a_window_by_hand(build):
 def test_embeddings_are_scaled_in_every_role(tiny_tokenizer_dir):
     rewards = []
     for scale in (False, True):
-        cfg = tiny_config(
-            tiny_tokenizer_dir,
-            apply_embedding_scaling=scale,
-            share_embeddings_and_output_weights=False,
-        )
+        own = {"apply_embedding_scaling": scale, "share_embeddings_and_output_weights": False}
+        cfg = tiny_config(tiny_tokenizer_dir, **own)
         model = MegatronGPTRewardModel(cfg)
         embedding = model.unwrapped()[0].embedding
         positions = torch.arange(4).expand(2, 4)

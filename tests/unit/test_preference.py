@@ -47,10 +47,8 @@ def naive(logprobs, ref_logprobs, mask, valid, gaps, name, smoothing, average, s
     for pair in range(PAIRS):
         if not valid[pair]:
             continue
-        chosen, rejected = (
-            total(row, logprobs, average) - total(row, ref_logprobs, average)
-            for row in (2 * pair, 2 * pair + 1)
-        )
+        ratio = lambda row: total(row, logprobs, average) - total(row, ref_logprobs, average)
+        chosen, rejected = ratio(2 * pair), ratio(2 * pair + 1)
         d, g = chosen - rejected, gaps[pair].double()
         p, q = s(g), s(BETA * d)
         loss = {
@@ -69,9 +67,8 @@ def naive(logprobs, ref_logprobs, mask, valid, gaps, name, smoothing, average, s
 def test_loss_and_gradient_are_those_of_a_naive_loop(name, average):
     logprobs, ref_logprobs, mask, valid, gaps = batch()
     theirs = logprobs.clone().requires_grad_()
-    expected = naive(
-        theirs, ref_logprobs, mask, valid, gaps, name, 0.15, average, 0.3, not average
-    )
+    settings = name, 0.15, average, 0.3, not average
+    expected = naive(theirs, ref_logprobs, mask, valid, gaps, *settings)
     expected.backward()
 
     unused = (mask == 0) | (valid.repeat_interleave(2) == 0)[:, None]
@@ -101,13 +98,8 @@ def test_loss_and_gradient_are_those_of_a_naive_loop(name, average):
 def test_metrics_by_hand():
     logprobs = torch.tensor([[-1.0, -1.0], [-2.0, -9.0], [-3.0, -3.0], [-1.0, -1.0]])
     mask = torch.tensor([[1, 1], [1, 0], [1, 1], [1, 1]])
-    _, metrics = dpo_loss(
-        logprobs=logprobs,
-        ref_logprobs=torch.full_like(logprobs, -2.0),
-        mask=mask,
-        weights=torch.full((2,), 0.5),
-        beta=1.0,
-    )
+    given = {"logprobs": logprobs, "ref_logprobs": torch.full_like(logprobs, -2.0)}
+    _, metrics = dpo_loss(**given, mask=mask, weights=torch.full((2,), 0.5), beta=1.0)
     metrics = {key: float(value) for key, value in metrics.items()}
     reward_statistics(metrics)  # rewards: 2 against 0, -2 against 2
     assert metrics["acc"] == 0.5
@@ -122,15 +114,9 @@ def test_metrics_by_hand():
 def test_large_differences_stay_finite(name):
     for sign, gap in itertools.product((-1, 1), (-500.0, 500.0)):
         logprobs = torch.tensor([[sign * 400.0], [-sign * 400.0]], requires_grad=True)
-        loss, _ = dpo_loss(
-            logprobs=logprobs,
-            ref_logprobs=torch.zeros(2, 1),
-            mask=torch.ones(2, 1),
-            weights=torch.ones(1),
-            beta=1.0,
-            preference_loss=name,
-            reward_gaps=torch.tensor([gap]),
-        )
+        ones = {"mask": torch.ones(2, 1), "weights": torch.ones(1), "beta": 1.0}
+        given = {"ref_logprobs": torch.zeros(2, 1), "reward_gaps": torch.tensor([gap])}
+        loss, _ = dpo_loss(logprobs=logprobs, preference_loss=name, **given, **ones)
         loss.backward()
         assert loss.isfinite() and logprobs.grad.isfinite().all()
 
@@ -138,19 +124,13 @@ def test_large_differences_stay_finite(name):
 # Overrides of keys below `model.`, and the message.
 REFUSED = {
     "dpo": [
-        (
-            "dpo.label_smoothing=0.1 dpo.preference_loss=ipo",
-            "belongs to model.dpo.preference_loss=dpo, not .*=ipo",
-        ),
+        ("dpo.label_smoothing=0.1 dpo.preference_loss=ipo", "preference_loss=dpo, not .*=ipo"),
         ("dpo.preference_loss_weight=0", "both 0: nothing would be learned"),
         ("data.data_impl=mmap", "where a response begins"),
         ("dpo.ref_log_probs_dir=True", "ref_log_probs_dir=True must be a text"),
     ],
     "kto": [
-        (
-            "kto.desirable_loss_weight=0 kto.undesirable_loss_weight=0",
-            "both 0: nothing would be learned",
-        ),
+        ("kto.desirable_loss_weight=0 kto.undesirable_loss_weight=0", "nothing would be learned"),
         ("kto.preference_loss_weight=0", "both 0: nothing would be learned"),
         ("data.data_impl=mmap", "where a response begins"),
     ],

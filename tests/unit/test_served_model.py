@@ -118,12 +118,8 @@ def test_large_arrays_are_sent_from_where_they_lie_and_small_ones_in_one_part():
     head, data, text = request.body
     assert np.shares_memory(np.frombuffer(data, np.uint8), large)
     assert bytes(text) == b"\x02\0\0\0ab\0\0\0\0"
-    assert json.loads(head)["inputs"][2] == {
-        "name": "no",
-        "shape": [0, large.shape[1]],
-        "datatype": "FP64",
-        "parameters": {"binary_data_size": 0},
-    }
+    none = {"name": "no", "shape": [0, large.shape[1]], "datatype": "FP64"}
+    assert json.loads(head)["inputs"][2] == {**none, "parameters": {"binary_data_size": 0}}
     assert len(InferRequest("m", {"small": large[:, :2].T}).body) == 1
 
 
@@ -131,10 +127,8 @@ def test_large_arrays_are_sent_from_where_they_lie_and_small_ones_in_one_part():
 def test_the_bytes_are_those_of_tritons_own_client(dtype):
     import tritonclient.http
 
-    data = {
-        "a": np.arange(6).reshape(2, 3).T.astype(dtype),
-        "b": np.array([["é"], [b"c"]], object),
-    }
+    numbers = np.arange(6).reshape(2, 3).T.astype(dtype)
+    data = {"a": numbers, "b": np.array([["é"], [b"c"]], object)}
     inputs = []
     for name, array in data.items():
         kind = np_to_triton_dtype(array.dtype)
@@ -173,12 +167,8 @@ def test_what_a_server_does_not_list_is_not_sent():
 
 
 def test_dtypes_and_shapes_are_those_that_the_server_lists():
-    served = others(
-        REWARD,
-        tokens=(np.int32, (-1,)),
-        sequence_lengths=(np.int64, ()),
-        prompt_lengths=(np.float32, (1,)),
-    )
+    lengths = {"sequence_lengths": (np.int64, ()), "prompt_lengths": (np.float32, (1,))}
+    served = others(REWARD, tokens=(np.int32, (-1,)), **lengths)
     arrays = sent(fit_requests(served, REWARD, SCORING)[0])
     assert arrays["tokens"].dtype == np.int32
     assert arrays["tokens"].tolist() == SCORING["tokens"].tolist()

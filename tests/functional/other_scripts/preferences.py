@@ -36,9 +36,8 @@ def main(cfg) -> None:
     exp_manager(lightning, cfg.exp_manager)
     logger = train_script_utils.CustomLoggerWrapper(lightning.loggers)
 
-    policy = utils.load_from_nemo(
-        MODEL, cfg.model, lightning, strict=True, restore_path=policy_file
-    )
+    own = {"strict": True, "restore_path": policy_file}
+    policy = utils.load_from_nemo(MODEL, cfg.model, lightning, **own)
     train_script_utils.init_peft(policy, cfg.model)
     if cfg.model.peft.peft_scheme == "none":
         policy.ref_policy_state_dict = utils.retrieve_model_state_dict_in_cpu(
