@@ -153,12 +153,8 @@ def tiny_sentencepiece_model(tmp_path_factory) -> str:
 
     path = tmp_path_factory.mktemp("sentencepiece") / "tokenizer.model"
     model = io.BytesIO()
-    options = {
-        "model_type": "bpe",
-        "byte_fallback": True,
-        "hard_vocab_limit": False,
-        "minloglevel": 2,
-    }
+    options = {"model_type": "bpe", "byte_fallback": True, "hard_vocab_limit": False}
+    options |= {"minloglevel": 2}
     train = sentencepiece.SentencePieceTrainer.train
     train(sentence_iterator=iter(CORPUS), model_writer=model, vocab_size=330, **options)
     path.write_bytes(model.getvalue())

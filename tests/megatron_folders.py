@@ -95,19 +95,10 @@ TRAINING = {
     "moe_ffn_hidden_size": None,
     "moe_router_topk": 2,
 }
-LLAMA = {
-    "group_query_attention": True,
-    "num_query_groups": 2,
-    "swiglu": True,
-    "add_bias_linear": False,
-    "normalization": "RMSNorm",
-    "norm_epsilon": 1e-6,
-    "untie_embeddings_and_output_weights": True,
-    "position_embedding_type": "rope",
-    "rotary_base": 5000,
-    "use_rope_scaling": True,
-    "rope_scaling_factor": 4.0,
-}
+LLAMA = {"group_query_attention": True, "num_query_groups": 2, "swiglu": True}
+LLAMA |= {"add_bias_linear": False, "normalization": "RMSNorm", "norm_epsilon": 1e-6}
+LLAMA |= {"untie_embeddings_and_output_weights": True, "position_embedding_type": "rope"}
+LLAMA |= {"rotary_base": 5000, "use_rope_scaling": True, "rope_scaling_factor": 4.0}
 EXPERTS = {"num_experts": 4, "moe_ffn_hidden_size": 24, "use_rope_scaling": False}
 EXPERTS |= {"qk_layernorm": True, "moe_layer_freq": [1] * 4}
 ARGS = {"llama": LLAMA, "gpt2": {}, "moe": LLAMA | EXPERTS}

@@ -348,24 +348,11 @@ class FakeRunTimer:
 
 
 def config(**changes):
-    defaults = {
-        "critic_warmup_steps": 0,
-        "max_epochs": 1,
-        "max_steps": -1,
-        "ppo_epochs": 1,
-        "val_check_interval": 0,
-        "save_interval": 0,
-        "gradient_clip_val": 1.0,
-        "initial_policy_kl_penalty": 0.01,
-        "use_absolute_kl": False,
-        "discount_factor": 1.0,
-        "gae_lambda": 0.95,
-        "normalize_advantages": True,
-        "rollout_batch_seq_length": None,
-        "alarms": None,
-        "model_gbs": 4,
-        "model_mbs": 2,
-    }
+    defaults = {"critic_warmup_steps": 0, "max_epochs": 1, "max_steps": -1, "ppo_epochs": 1}
+    defaults |= {"val_check_interval": 0, "save_interval": 0, "gradient_clip_val": 1.0}
+    defaults |= {"initial_policy_kl_penalty": 0.01, "use_absolute_kl": False}
+    defaults |= {"discount_factor": 1.0, "gae_lambda": 0.95, "normalize_advantages": True}
+    defaults |= {"rollout_batch_seq_length": None, "alarms": None, "model_gbs": 4, "model_mbs": 2}
     return OmegaConf.create(defaults | changes)
 
 
@@ -414,19 +401,10 @@ def make_trainer(
     data = builders(rollout_size, micro_batch_size)
     data |= {"train_dataloader_builder": builder} if builder else {}
     data |= {} if has_validation else {"val_dataloader_builder": None}
-    return among_fakes(
-        PPOTrainer,
-        FakePolicy(events),
-        changes,
-        time_limit,
-        **data,
-        collate_fn=collate,
-        rm_critic=critic_cls(events, fail_at_train),
-        batch_iterator_cls=batch_iterator,
-        num_rollouts_per_prompt=num_rollouts_per_prompt,
-        max_response_length=max_response_length,
-        kl_loss_coef=kl_loss_coef,
-        rollout_logprobs=rollout_logprobs,
-        reward_weights=reward_weights,
-        teacher=FakeTeacher(events) if changes.get("teacher_kl_coef") else None,
-    )
+    given = {**data, "collate_fn": collate, "rm_critic": critic_cls(events, fail_at_train)}
+    given |= {"batch_iterator_cls": batch_iterator}
+    given |= {"num_rollouts_per_prompt": num_rollouts_per_prompt}
+    given |= {"max_response_length": max_response_length, "kl_loss_coef": kl_loss_coef}
+    given |= {"rollout_logprobs": rollout_logprobs, "reward_weights": reward_weights}
+    given |= {"teacher": FakeTeacher(events) if changes.get("teacher_kl_coef") else None}
+    return among_fakes(PPOTrainer, FakePolicy(events), changes, time_limit, **given)

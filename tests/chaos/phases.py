@@ -96,11 +96,8 @@ PLACES = {
 def write_scripts(folder: Path) -> None:
     """Scripts that run those of the project of the same name, with faults."""
     for script in SCRIPTS.glob("*.py"):
-        lines = [
-            "import sys",
-            f"sys.path.insert(0, {str(ROOT)!r})",
-            "from tests.chaos.phases import run",
-        ]
+        lines = ["import sys", f"sys.path.insert(0, {str(ROOT)!r})"]
+        lines += ["from tests.chaos.phases import run"]
         lines += ['if __name__ == "__main__":', f"    run({str(script)!r})"]
         (folder / script.name).write_text("\n".join(lines))
 

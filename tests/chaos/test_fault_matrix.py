@@ -143,11 +143,8 @@ CELLS = ALL_CELLS if os.environ.get("CHAOS") == "all" else once(ALL_CELLS)
 # (reward workers), and in tests/unit/test_pair.py (damaged files).
 SELECTED = {Cell("ppo", "actor 1", "train", "SIGKILL")}
 # Endpoints of the phases in which the network loses things.
-ENDPOINTS = {
-    "score": ("critic_infer", "reward_model"),
-    "train": ("critic_train",),
-    "save": ("critic_save",),
-}
+ENDPOINTS = {"score": ("critic_infer", "reward_model"), "train": ("critic_train",)}
+ENDPOINTS |= {"save": ("critic_save",)}
 
 
 def marks(cell: Cell) -> list:

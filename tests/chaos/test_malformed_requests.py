@@ -38,23 +38,8 @@ VALID = {
     "critic_resume": {"actor_step": np.array([[1]])},
     "critic_status": {"dummy_var": np.array([[1]])},
 }
-WRONG_VALUES = (
-    None,
-    True,
-    -1,
-    0,
-    1,
-    2**63,
-    1e30,
-    "",
-    "INT64",
-    "BYTES",
-    [],
-    [-1],
-    [2**40],
-    {},
-    [[1]],
-)
+WRONG_VALUES = (None, True, -1, 0, 1, 2**63, 1e30, "", "INT64", "BYTES", [], [-1], [2**40], {})
+WRONG_VALUES += ([[1]],)
 
 
 @dataclass

@@ -125,12 +125,8 @@ class Split:
 
 
 def _sizes(tp=1, pp=1, vpp=None, cp=1, sp=False, **more) -> dict:
-    sizes = {
-        "tensor_model": tp,
-        "pipeline_model": pp,
-        "virtual_pipeline_model": vpp,
-        "context": cp,
-    }
+    sizes = {"tensor_model": tp, "pipeline_model": pp, "virtual_pipeline_model": vpp}
+    sizes |= {"context": cp}
     sizes = {f"{name}_parallel_size": size for name, size in sizes.items()}
     return dict(sizes, sequence_parallel=sp, **more)
 
@@ -230,12 +226,9 @@ ROLES_OF_ARCHITECTURES = {
     "lora": tuple(role for role in ROLES if role not in ("reward model", *_NEW_HEADS)),
 }
 # Losses of the architectures, where a role has several.
-DPO_LOSSES = {
-    "gpt2": {"preference_loss": "rpo_bwd_kl"},
-    "lora": {"preference_loss": "ipo"},
-    "moe": {"preference_loss": "rpo_sq"},
-    "llama": {"preference_loss": "dpo", "label_smoothing": 0.1},
-}
+DPO_LOSSES = {"gpt2": {"preference_loss": "rpo_bwd_kl"}, "lora": {"preference_loss": "ipo"}}
+DPO_LOSSES |= {"moe": {"preference_loss": "rpo_sq"}}
+DPO_LOSSES |= {"llama": {"preference_loss": "dpo", "label_smoothing": 0.1}}
 # Of the actor. The golden numbers have the clipped loss of one range at several splits.
 POLICY_LOSSES = {"gpt2": {"policy_loss": "cispo"}, "lora": {"policy_loss": "gmpo"}}
 POLICY_LOSSES |= {"llama": {"ratio_eps_high": 0.3}, "moe": {"policy_loss": "gspo"}}

@@ -27,13 +27,10 @@ def make_actor(tokenizer_dir, optim=None, **settings):
 
 def rows_of_this_rank():
     generator = torch.Generator().manual_seed(3)
-    batch = {
-        "response_tokens": torch.randint(0, 300, (4, 11), generator=generator),
-        "is_end": torch.ones(4, dtype=torch.bool),
-        "mask": torch.ones(4, 10),
-        "advantages": torch.randn(4, 10, generator=generator),
-        "prev_logprobs": -5.5 + 0.3 * torch.randn(4, 10, generator=generator),
-    }
+    batch = {"response_tokens": torch.randint(0, 300, (4, 11), generator=generator)}
+    batch |= {"is_end": torch.ones(4, dtype=torch.bool), "mask": torch.ones(4, 10)}
+    batch |= {"advantages": torch.randn(4, 10, generator=generator)}
+    batch |= {"prev_logprobs": -5.5 + 0.3 * torch.randn(4, 10, generator=generator)}
     return {key: value.chunk(2)[torch.distributed.get_rank()] for key, value in batch.items()}
 
 

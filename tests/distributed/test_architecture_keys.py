@@ -13,26 +13,13 @@ from tests.distributed.launcher import at_each, run_ranks
 from tests.distributed.test_quick_splits import actor_of, update, updates
 from tests.tiny_models import NORMS_AFTER, tiny_config
 
-DENSE = {
-    "num_layers": 3,
-    "apply_embedding_scaling": True,
-    "layernorm_zero_centered_gamma": True,
-    "qk_layernorm": True,
-    "scale_positional_embedding": True,
-    "window_size": [3, 0],
-    "window_attn_skip_freq": 2,
-    "no_rope_freq": [0, 1, 0],
-    "query_pre_attn_scalar": 5,
-    "activation": "geglu",
-    "openai_gelu": True,
-    "norm_position": "both",
-    "rotary_base_local": 100.0,
-    "attn_logit_softcapping": 0.5,
-    "final_logit_softcapping": 1.5,
-    "embedding_multiplier": 3.0,
-    "residual_multiplier": 0.7,
-    "logits_scaling": 0.5,
-}
+DENSE = {"num_layers": 3, "apply_embedding_scaling": True, "layernorm_zero_centered_gamma": True}
+DENSE |= {"qk_layernorm": True, "scale_positional_embedding": True, "window_size": [3, 0]}
+DENSE |= {"window_attn_skip_freq": 2, "no_rope_freq": [0, 1, 0], "query_pre_attn_scalar": 5}
+DENSE |= {"activation": "geglu", "openai_gelu": True, "norm_position": "both"}
+DENSE |= {"rotary_base_local": 100.0, "attn_logit_softcapping": 0.5}
+DENSE |= {"final_logit_softcapping": 1.5, "embedding_multiplier": 3.0, "residual_multiplier": 0.7}
+DENSE |= {"logits_scaling": 0.5}
 YARN = {"position_embedding_type": "yarn", "yarn_rotary_scaling_factor": 4.0}
 YARN["yarn_original_max_position_embeddings"] = 16
 AFTER = YARN | NORMS_AFTER | {"num_layers": 4}

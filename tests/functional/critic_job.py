@@ -254,18 +254,11 @@ def main() -> None:
     if settings["minimal"]:
         del Logger.log_samples
         checkpoint = MinimalCheckpoint()
-    trainer = CriticServerTrainer(
-        cfg=OmegaConf.create(settings["cfg"]),
-        model=model,
-        optimizer=optimizer,
-        scheduler=scheduler,
-        logger=logger,
-        ckpt_callback=checkpoint,
-        tokenize_func=tokenize,
-        gbs=settings["gbs"],
-        model_forward_micro_batch_size=2,
-        server=OmegaConf.create(settings["server"]),
-    )
+    parts = {"cfg": OmegaConf.create(settings["cfg"]), "model": model, "optimizer": optimizer}
+    parts |= {"scheduler": scheduler, "logger": logger, "ckpt_callback": checkpoint}
+    parts |= {"tokenize_func": tokenize, "gbs": settings["gbs"]}
+    parts |= {"model_forward_micro_batch_size": 2, "server": OmegaConf.create(settings["server"])}
+    trainer = CriticServerTrainer(**parts)
     if os.path.exists(settings["checkpoint"]):
         trainer.load_state_dict(json.loads(Path(settings["checkpoint"]).read_text()))
     server_loop.FAILURE_GRACE_S = patience(3.0)

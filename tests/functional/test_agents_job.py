@@ -42,19 +42,12 @@ def inputs(tmp_path_factory, tiny_tokenizer_dir):
 
 
 def job(inputs, folder, environment, ranks=1, *extra):
-    return without_critic(
-        inputs,
-        folder,
-        "trainer.ppo.val_check_interval=2",
-        "trainer.ppo.process_rewards=steps",
-        "model.encoder_seq_length=96",
-        "model.ppo.train_on_truncated=True",
-        "model.ppo.length_params.max_length=10",
-        "model.ppo.environment.max_turns=3",
-        *(f"model.ppo.environment.{key}={value}" for key, value in environment.items()),
-        *extra,
-        ranks=ranks,
-    )
+    settings = ["trainer.ppo.val_check_interval=2", "trainer.ppo.process_rewards=steps"]
+    settings += ["model.encoder_seq_length=96", "model.ppo.train_on_truncated=True"]
+    settings += ["model.ppo.length_params.max_length=10", "model.ppo.environment.max_turns=3"]
+    settings += (f"model.ppo.environment.{key}={value}" for key, value in environment.items())
+    settings += extra
+    return without_critic(inputs, folder, *settings, ranks=ranks)
 
 
 @contextlib.contextmanager

@@ -32,18 +32,10 @@ ENVIRONMENT = """
             hint = " ".join(random.choice("abcdefg") for _ in range(1 + len(response) % 4))
             return f" {hint} {len(state)}", len(response) / 10 + random.random(), len(hint) == 5
 """
-COMPARED = [
-    "train_rollouts/rewards",
-    "train_rollouts/turns",
-    "train_rollouts/generation_length",
-    "train_rollouts/response_lengths",
-    "train_rollouts/advantages_std",
-    "train_rollouts/init_policy_kl",
-    "train_optim/loss",
-    "train_optim/grad_norm",
-    "val_rollouts/rewards",
-    "val_rollouts/turns",
-]
+COMPARED = ["train_rollouts/rewards", "train_rollouts/turns", "train_rollouts/generation_length"]
+COMPARED += ["train_rollouts/response_lengths", "train_rollouts/advantages_std"]
+COMPARED += ["train_rollouts/init_policy_kl", "train_optim/loss", "train_optim/grad_norm"]
+COMPARED += ["val_rollouts/rewards", "val_rollouts/turns"]
 
 
 def settings(folder, kind, fails="-1"):
@@ -61,19 +53,12 @@ def settings(folder, kind, fails="-1"):
 
 
 def grpo(inputs, folder, steps, ranks=1, *extra, fails="-1"):
-    return without_critic(
-        inputs,
-        folder,
-        *settings(folder, "ppo", fails),
-        f"trainer.ppo.max_steps={steps}",
-        "trainer.ppo.val_check_interval=2",
-        "trainer.ppo.process_rewards=steps",
-        "model.ppo.train_on_truncated=True",
-        "remote_critic_rm.combine_rm_and_critic_server=False",
-        "model.optim.sched.name=constant",
-        *extra,
-        ranks=ranks,
-    )
+    wanted = [*settings(folder, "ppo", fails), f"trainer.ppo.max_steps={steps}"]
+    wanted += ["trainer.ppo.val_check_interval=2", "trainer.ppo.process_rewards=steps"]
+    wanted += ["model.ppo.train_on_truncated=True"]
+    wanted += ["remote_critic_rm.combine_rm_and_critic_server=False"]
+    wanted += ["model.optim.sched.name=constant", *extra]
+    return without_critic(inputs, folder, *wanted, ranks=ranks)
 
 
 def validation_samples(folder):

@@ -107,18 +107,11 @@ def without_critic(inputs, folder, *extra, estimator="grpo", ranks=1) -> ScriptJ
     port nobody listens.
     """
     folder.mkdir(exist_ok=True)
-    return actor(
-        inputs,
-        folder,
-        find_free_port(),
-        f"trainer.ppo.advantage_estimator={estimator}",
-        f"remote_critic_rm.reward_model.port={find_free_port()}",
-        "model.ppo.num_rollout_samples=4",
-        "model.ppo.num_rollouts_per_prompt=4",
-        "model.ppo.rollout_micro_batch_size=2",
-        *extra,
-        ranks=ranks,
-    )
+    settings = [f"trainer.ppo.advantage_estimator={estimator}"]
+    settings += [f"remote_critic_rm.reward_model.port={find_free_port()}"]
+    settings += ["model.ppo.num_rollout_samples=4", "model.ppo.num_rollouts_per_prompt=4"]
+    settings += ["model.ppo.rollout_micro_batch_size=2", *extra]
+    return actor(inputs, folder, find_free_port(), *settings, ranks=ranks)
 
 
 def run_pair(

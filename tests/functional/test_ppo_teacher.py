@@ -53,21 +53,13 @@ def job(inputs, folder, ports, *extra, ranks=1):
         f"model.data.data_prefix={{train: [{inputs}/taught.jsonl], validation: "
         f"[{inputs}/prompts.jsonl], test: [{inputs}/prompts.jsonl]}}",
     ]
-    return actor(
-        inputs,
-        folder,
-        find_free_port(),
-        "trainer.ppo.advantage_estimator=teacher",
-        "trainer.ppo.initial_policy_kl_penalty=0",
-        "trainer.ppo.teacher_kl_coef=1",
-        f"trainer.ppo.max_steps={STEPS}",
-        "trainer.ppo.val_check_interval=1",
-        "model.ppo.train_on_truncated=True",
-        *(several if len(ports) > 1 else [f"remote_teacher.port={ports[0]}"]),
-        "remote_teacher.init_timeout_s=60",
-        *extra,
-        ranks=ranks,
-    )
+    settings = ["trainer.ppo.advantage_estimator=teacher"]
+    settings += ["trainer.ppo.initial_policy_kl_penalty=0", "trainer.ppo.teacher_kl_coef=1"]
+    settings += [f"trainer.ppo.max_steps={STEPS}", "trainer.ppo.val_check_interval=1"]
+    settings += ["model.ppo.train_on_truncated=True"]
+    settings += several if len(ports) > 1 else [f"remote_teacher.port={ports[0]}"]
+    settings += ["remote_teacher.init_timeout_s=60", *extra]
+    return actor(inputs, folder, find_free_port(), *settings, ranks=ranks)
 
 
 def numbers(folder, key):

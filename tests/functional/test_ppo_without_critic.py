@@ -29,18 +29,11 @@ from tests.patience import wait_until
 pytestmark = pytest.mark.timeout(400)  # four starts of a process, ten seconds each
 
 STEPS, RESPONSES = 6, 4
-COMPARED = [
-    "train_rollouts/rewards",
-    "train_rollouts/advantages_std",
-    "train_rollouts/init_policy_kl_per_sample",
-    "train_rollouts/kl_penalty",
-    "train_rollouts/fraction_of_prompts_without_signal",
-    "train_optim/loss",
-    "train_optim/grad_norm",
-    "train_optim/kl_loss",
-    "train_optim/lr",
-    "val_rollouts/rewards",
-]
+COMPARED = ["train_rollouts/rewards", "train_rollouts/advantages_std"]
+COMPARED += ["train_rollouts/init_policy_kl_per_sample", "train_rollouts/kl_penalty"]
+COMPARED += ["train_rollouts/fraction_of_prompts_without_signal", "train_optim/loss"]
+COMPARED += ["train_optim/grad_norm", "train_optim/kl_loss", "train_optim/lr"]
+COMPARED += ["val_rollouts/rewards"]
 
 
 TOKEN = "token-of-the-reward-server"
@@ -87,17 +80,10 @@ def reward_fn(inputs, function):
 
 
 def grpo(inputs, folder, *extra, ranks=1):
-    return without_critic(
-        inputs,
-        folder,
-        f"trainer.ppo.max_steps={STEPS}",
-        "trainer.ppo.val_check_interval=1",
-        "trainer.ppo.adaptive_kl={enable: True, target: 0.01, horizon: 100}",
-        "trainer.ppo.kl_estimator=k3",
-        "model.ppo.kl_loss_coef=0.1",
-        *extra,
-        ranks=ranks,
-    )
+    settings = [f"trainer.ppo.max_steps={STEPS}", "trainer.ppo.val_check_interval=1"]
+    settings += ["trainer.ppo.adaptive_kl={enable: True, target: 0.01, horizon: 100}"]
+    settings += ["trainer.ppo.kl_estimator=k3", "model.ppo.kl_loss_coef=0.1", *extra]
+    return without_critic(inputs, folder, *settings, ranks=ranks)
 
 
 def kill_after_checkpoint(job, folder, step: int) -> None:

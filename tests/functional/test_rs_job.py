@@ -28,17 +28,10 @@ from tests.patience import Deadline
 pytestmark = pytest.mark.timeout(600)  # several processes; their own limits are shorter
 
 # What must not depend on which server scored what.
-COMPARED = [
-    "train_rollouts/global_rewards",
-    "train_rollouts/selected_rewards",
-    "train_rollouts/global_response_lengths_mean",
-    "train_rollouts/global_prompt_lengths",
-    "train_rollouts/consumed_samples",
-    "train_optim/loss",
-    "train_optim/grad_norm",
-    "train_optim/lr",
-    "val_rollouts/global_rewards",
-]
+COMPARED = ["train_rollouts/global_rewards", "train_rollouts/selected_rewards"]
+COMPARED += ["train_rollouts/global_response_lengths_mean", "train_rollouts/global_prompt_lengths"]
+COMPARED += ["train_rollouts/consumed_samples", "train_optim/loss", "train_optim/grad_norm"]
+COMPARED += ["train_optim/lr", "val_rollouts/global_rewards"]
 
 
 SCRIPTS = {"rs": "train_gpt_rs_actor.py", "reinforce": "train_gpt_reinforce_actor.py"}
@@ -164,11 +157,8 @@ def test_servers_that_are_killed_and_come_back_change_nothing(inputs, server_por
     must_end_well(actor(inputs, undisturbed, server_port, *steps))
 
     ports = find_free_port(), find_free_port()
-    addresses = [
-        "remote_rm.host=null",
-        "remote_rm.port=null",
-        "remote_rm.reward_model.ip=127.0.0.1",
-    ]
+    addresses = ["remote_rm.host=null", "remote_rm.port=null"]
+    addresses += ["remote_rm.reward_model.ip=127.0.0.1"]
     addresses.append(f"remote_rm.reward_model.port=[{ports[0]},{ports[1]}]")
 
     def start(port, name):

@@ -68,19 +68,14 @@ def data(tmp_path_factory):
 def training(script, log_dir, *overrides, **kwargs) -> ScriptJob:
     """A job in `log_dir`, beside which its log lies."""
     log_dir.mkdir(exist_ok=True)
-    common = [
-        f"exp_manager.explicit_log_dir={log_dir}",
-        "exp_manager.create_checkpoint_callback=True",
-        "exp_manager.checkpoint_callback_params.save_top_k=-1",
-        "exp_manager.checkpoint_callback_params.save_nemo_on_train_end=True",
-        "exp_manager.checkpoint_callback_params.filename='step-{step}'",
-        "trainer.accelerator=cpu",
-        "trainer.precision=32",
-        "model.encoder_seq_length=48",
-        "model.optim.lr=1e-2",
-        "model.optim.sched.warmup_steps=1",
-        "model.optim.sched.constant_steps=0",
-    ]
+    common = [f"exp_manager.explicit_log_dir={log_dir}"]
+    common += ["exp_manager.create_checkpoint_callback=True"]
+    common += ["exp_manager.checkpoint_callback_params.save_top_k=-1"]
+    common += ["exp_manager.checkpoint_callback_params.save_nemo_on_train_end=True"]
+    common += ["exp_manager.checkpoint_callback_params.filename='step-{step}'"]
+    common += ["trainer.accelerator=cpu", "trainer.precision=32", "model.encoder_seq_length=48"]
+    common += ["model.optim.lr=1e-2", "model.optim.sched.warmup_steps=1"]
+    common += ["model.optim.sched.constant_steps=0"]
     return ScriptJob(script, log_dir.with_suffix(".log"), [*common, *overrides], **kwargs)
 
 
@@ -105,20 +100,13 @@ def sft(data, tokenizer, log_dir, *overrides, script="train_gpt_sft.py", **kwarg
     architecture = (
         "num_layers=2 hidden_size=32 num_attention_heads=4 position_embedding_type=rope bias=False"
     )
-    return training(
-        script,
-        log_dir,
-        *(f"model.{setting}" for setting in architecture.split()),
-        "model.tokenizer.library=huggingface",
-        f"model.tokenizer.type={tokenizer}",
-        *texts(data / "sft_train.jsonl", data / "sft_validation.jsonl"),
-        "model.data.train_ds.global_batch_size=4",
-        "model.data.train_ds.micro_batch_size=2",
-        "trainer.sft.max_steps=4",
-        "trainer.sft.val_check_interval=2",
-        *overrides,
-        **kwargs,
-    )
+    settings = [f"model.{setting}" for setting in architecture.split()]
+    settings += ["model.tokenizer.library=huggingface", f"model.tokenizer.type={tokenizer}"]
+    settings += texts(data / "sft_train.jsonl", data / "sft_validation.jsonl")
+    settings += ["model.data.train_ds.global_batch_size=4"]
+    settings += ["model.data.train_ds.micro_batch_size=2", "trainer.sft.max_steps=4"]
+    settings += ["trainer.sft.val_check_interval=2", *overrides]
+    return training(script, log_dir, *settings, **kwargs)
 
 
 def paired(section, data, base, log_dir, *overrides, script, **kwargs) -> ScriptJob:

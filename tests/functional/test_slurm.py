@@ -232,17 +232,10 @@ def test_ppo_is_queued_again_and_ends_with_the_same_numbers(inputs, slurm, tmp_p
         actor_words, critic_words = words_of(job), words_of(server)
 
     results = tmp_path / "results"
-    variables = {
-        "REPO": str(ROOT),
-        "PYTHON": sys.executable,
-        "RESULTS": str(results),
-        "PORT": str(find_free_port()),
-        "MASTER_PORT": str(find_free_port()),
-        "DEVICES": "1",
-        "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-    }
+    variables = {"REPO": str(ROOT), "PYTHON": sys.executable, "RESULTS": str(results)}
+    variables |= {"PORT": str(find_free_port()), "MASTER_PORT": str(find_free_port())}
+    variables |= {"DEVICES": "1", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    variables |= {"TOKENIZERS_PARALLELISM": "false"}
     slurm.env |= variables
     one = ["--nodes=1", "--ntasks-per-node=1"]
     script = str(ROOT / "scripts" / "slurm" / "pair.sbatch")

@@ -25,12 +25,9 @@ from tests.unit.test_steerlm import conversation, run, write
 
 pytestmark = pytest.mark.timeout(300)
 CONTEXT = {"encoder_seq_length": 384, "max_position_embeddings": 384}
-CHAT = [
-    "model.data.chat=True",
-    "model.data.chat_prompt_tokens.system_turn_start='<extra_id_0>'",
-    "model.data.chat_prompt_tokens.turn_start='<extra_id_1>'",
-    "model.data.chat_prompt_tokens.label_start='<extra_id_2>'",
-]
+CHAT = ["model.data.chat=True", "model.data.chat_prompt_tokens.system_turn_start='<extra_id_0>'"]
+CHAT += ["model.data.chat_prompt_tokens.turn_start='<extra_id_1>'"]
+CHAT += ["model.data.chat_prompt_tokens.label_start='<extra_id_2>'"]
 
 
 @pytest.fixture(scope="module")
@@ -66,20 +63,11 @@ def attribute_model(tiny_tokenizer_dir, tmp_path_factory):
 
 def train(script, base, data, log_dir, *overrides, **kwargs) -> ScriptJob:
     """Four updates."""
-    return training(
-        script,
-        log_dir,
-        *CHAT,
-        f"model.restore_from_path={base}",
-        "model.encoder_seq_length=384",
-        *texts(data, data),
-        "model.data.train_ds.global_batch_size=4",
-        "model.data.train_ds.micro_batch_size=1",
-        "trainer.sft.max_steps=4",
-        "trainer.sft.val_check_interval=2",
-        *overrides,
-        **kwargs,
-    )
+    settings = [*CHAT, f"model.restore_from_path={base}", "model.encoder_seq_length=384"]
+    settings += [*texts(data, data), "model.data.train_ds.global_batch_size=4"]
+    settings += ["model.data.train_ds.micro_batch_size=1", "trainer.sft.max_steps=4"]
+    settings += ["trainer.sft.val_check_interval=2", *overrides]
+    return training(script, log_dir, *settings, **kwargs)
 
 
 def expected_label(model, text: str) -> str:

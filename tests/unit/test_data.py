@@ -343,16 +343,13 @@ def test_labels_of_one_attribute_and_their_configuration(write, tiny_tokenizer):
 
 def test_bad_labels_are_named_with_file_and_line(write, tiny_tokenizer):
     numbers = "must hold finite numbers"
-    lines = {
-        "[1]": "field 'label' has 1 number, but model.regression.num_attributes=2",
-        "[1, 2, 3]": "field 'label' has 3 numbers",
-        "[]": "field 'label' has 0 numbers",
-        "1": "field 'label' has 1 number,",
-        "[1, NaN]": rf"is \[1, NaN\]: it {numbers}.*-100",
-        **dict.fromkeys(("[1, -Infinity]", "[1, 1e400]", "[1, null]"), numbers),
-        **dict.fromkeys(('[1, "2"]', "[1, true]"), numbers),
-        '"high"': f'is "high": it {numbers}',
-    }
+    lines = {"[1]": "field 'label' has 1 number, but model.regression.num_attributes=2"}
+    lines |= {"[1, 2, 3]": "field 'label' has 3 numbers", "[]": "field 'label' has 0 numbers"}
+    lines |= {"1": "field 'label' has 1 number,"}
+    lines |= {"[1, NaN]": rf"is \[1, NaN\]: it {numbers}.*-100"}
+    lines |= {**dict.fromkeys(("[1, -Infinity]", "[1, 1e400]", "[1, null]"), numbers)}
+    lines |= {**dict.fromkeys(('[1, "2"]', "[1, true]"), numbers)}
+    lines |= {'"high"': f'is "high": it {numbers}'}
     cases = {f'{{"text": "a", "label": {label}}}': message for label, message in lines.items()}
     missing = r"field 'label' is missing; the line has \['score', 'text'\]"
     cases |= {'{"text": "a", "score": [1, 2]}': missing}

@@ -101,18 +101,11 @@ def write_pattern(path, rows):
     return path / "x-*.parquet"
 
 
-KINDS = {
-    "jsonl": (write_jsonl, "data.jsonl"),
-    "gz": (write_gz, "data.jsonl.gz"),
-    "zst": (write_zst, "data.jsonl.zst"),
-    "parquet": (write_parquet, "data.parquet"),
-    "arrow": (write_arrow, "data.arrow"),
-    "saved": (write_saved, "saved"),
-    "folder": (write_folder, "folder"),
-    "splits": (write_splits, "splits"),
-    "saved-splits": (write_saved_splits, "saved"),
-    "pattern": (write_pattern, "pattern"),
-}
+KINDS = {"jsonl": (write_jsonl, "data.jsonl"), "gz": (write_gz, "data.jsonl.gz")}
+KINDS |= {"zst": (write_zst, "data.jsonl.zst"), "parquet": (write_parquet, "data.parquet")}
+KINDS |= {"arrow": (write_arrow, "data.arrow"), "saved": (write_saved, "saved")}
+KINDS |= {"folder": (write_folder, "folder"), "splits": (write_splits, "splits")}
+KINDS |= {"saved-splits": (write_saved_splits, "saved"), "pattern": (write_pattern, "pattern")}
 
 
 def write(kind, folder, rows):

@@ -200,19 +200,13 @@ def training(section):
 
 
 # Of the jobs that began as NeMo's own.
-_OF_NEMO = {
-    "trainer.accelerator": "gpu",
-    "model.restore_from_path": "???",
-    "model.resume_from_checkpoint": None,
-    "model.save_nemo_on_validation_end": True,
-    "model.sync_batch_comm": False,
-    "model.activations_checkpoint_layers_per_pipeline": None,
-    "model.answer_only_loss": False,
-    "model.gradient_as_bucket_view": False,
-    "model.seq_len_interpolation_factor": None,
-    "model.use_flash_attention": None,
-    "model.ffn_dropout": 0.0,
-}
+_OF_NEMO = {"trainer.accelerator": "gpu", "model.restore_from_path": "???"}
+_OF_NEMO |= {"model.resume_from_checkpoint": None, "model.save_nemo_on_validation_end": True}
+_OF_NEMO |= {"model.sync_batch_comm": False}
+_OF_NEMO |= {"model.activations_checkpoint_layers_per_pipeline": None}
+_OF_NEMO |= {"model.answer_only_loss": False, "model.gradient_as_bucket_view": False}
+_OF_NEMO |= {"model.seq_len_interpolation_factor": None, "model.use_flash_attention": None}
+_OF_NEMO |= {"model.ffn_dropout": 0.0}
 _FOLDER_OF_NEMO = {
     "exp_manager.explicit_log_dir": None,
     _PARALLEL_SIZE: "${model.tensor_model_parallel_size}",

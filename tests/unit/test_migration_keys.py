@@ -244,18 +244,12 @@ def test_what_is_refused_so_far_is_refused_with_its_remedy(job, key, tmp_path):
 
 RECOMPUTE = "model.activations_checkpoint_"
 # What a user would write, in the order of the list.
-WRITTEN = (
-    {RECOMPUTE + "granularity": "selective", RECOMPUTE + "method": "uniform"},
-    {RECOMPUTE + "granularity": None, RECOMPUTE + "num_layers": 2},
-    {"trainer.gradient_clip_val": 0.123},
-    {"trainer.max_steps": 123},
-    {"exp_manager": None},
-    {"model.optim": {"name": "adamw"}},
-    {"trainer.ppo.trt_llm.enable": True},
-    {"trainer.reinforce.trt_llm.enable": True},
-    {"model.answer_only_loss": False},
-    {"inference.micro_batch_size": 7},
-)
+WRITTEN = ({RECOMPUTE + "granularity": "selective", RECOMPUTE + "method": "uniform"},)
+WRITTEN += ({RECOMPUTE + "granularity": None, RECOMPUTE + "num_layers": 2},)
+WRITTEN += ({"trainer.gradient_clip_val": 0.123}, {"trainer.max_steps": 123})
+WRITTEN += ({"exp_manager": None}, {"model.optim": {"name": "adamw"}})
+WRITTEN += ({"trainer.ppo.trt_llm.enable": True}, {"trainer.reinforce.trt_llm.enable": True})
+WRITTEN += ({"model.answer_only_loss": False}, {"inference.micro_batch_size": 7})
 
 
 @some_of("number", range(len(OLD_FORMS)), keep=2)
@@ -328,21 +322,9 @@ def rates(name, **keys):
     return test_optim_recipes.rates(24, max_steps=20, **keys)
 
 
-SCHEDULE_VALUES = {
-    "warmup_steps": 5,
-    "warmup_ratio": 0.3,
-    "hold_steps": 7,
-    "hold_ratio": 0.4,
-    "constant_steps": 6,
-    "constant_ratio": 0.4,
-    "min_lr": 0.2,
-    "power": 3.0,
-    "cycle": True,
-    "d_model": 9,
-    "decay_rate": 0.9,
-    "step_size": 5,
-    "gamma": 0.7,
-}
+SCHEDULE_VALUES = {"warmup_steps": 5, "warmup_ratio": 0.3, "hold_steps": 7, "hold_ratio": 0.4}
+SCHEDULE_VALUES |= {"constant_steps": 6, "constant_ratio": 0.4, "min_lr": 0.2, "power": 3.0}
+SCHEDULE_VALUES |= {"cycle": True, "d_model": 9, "decay_rate": 0.9, "step_size": 5, "gamma": 0.7}
 # Read, and without consequence: a rate that never falls is held anyway, and NeMo's class starts
 # the next cycle after the last update.
 SAME_RATES = {("WarmupHoldPolicy", key) for key in ("hold_steps", "hold_ratio")}

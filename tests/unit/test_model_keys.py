@@ -45,35 +45,31 @@ LONG_YARN = YARN | {"yarn_original_max_position_embeddings": 4096}
 # Keys that NeMo's MegatronGPTModel (1.10 to 2.2) read, or its YAML files set, and keys of its
 # Megatron Core configuration that its converters set. Sorted by what they do here.
 # key: (architecture, the other keys, its value). The same weights give other logits:
-CHANGES_LOGITS = {
-    "activation": ("llama", {}, "geglu"),
-    "openai_gelu": ("gpt2", {}, True),
-    "bias_activation_fusion": ("gpt2", {}, True),
-    "normalization": ("gpt2", {}, "layernorm1p"),
-    "layernorm_zero_centered_gamma": ("llama", {}, True),
-    "layernorm_epsilon": ("llama", {}, 0.1),
-    "position_embedding_type": ("llama", {}, "none"),
-    "rotary_base": ("llama", {}, 500000),
-    "rotary_percentage": ("llama", {}, 0.5),
-    "rotary_interleaved": ("llama", {}, True),
-    "seq_len_interpolation_factor": ("llama", {}, 2.0),
-    "scale_positional_embedding": ("llama", SLOW, True),
-    "scale_factor": ("llama", SLOW | {"scale_positional_embedding": True}, 32),
-    "window_size": ("llama", {}, [3, 0]),
-    "window_attn_skip_freq": ("llama", {"window_size": [3, 0]}, 2),
-    "query_pre_attn_scalar": ("llama", {"init_method_std": 0.4}, 2),
-    "no_rope_freq": ("llama", {}, 2),
-    "yarn_rotary_scaling_factor": ("llama", YARN, 8.0),
-    "yarn_original_max_position_embeddings": ("llama", YARN, 64),
-    "yarn_beta_fast": ("llama", LONG_YARN, 128.0),
-    "yarn_beta_slow": ("llama", YARN, 0.25),
-    "yarn_mscale": ("llama", YARN | {"yarn_mscale_all_dim": 0.5}, 2.0),
-    "yarn_mscale_all_dim": ("llama", YARN | {"yarn_mscale": 2.0}, 0.5),
-    "yarn_correction_range_round_to_int": ("llama", LONG_YARN, False),
-    "apply_embedding_scaling": ("llama", {}, True),
-    "moe_router_topk": ("llama", MOE, 3),
-    "moe_router_pre_softmax": ("llama", MOE, True),
-}
+CHANGES_LOGITS = {"activation": ("llama", {}, "geglu"), "openai_gelu": ("gpt2", {}, True)}
+CHANGES_LOGITS |= {"bias_activation_fusion": ("gpt2", {}, True)}
+CHANGES_LOGITS |= {"normalization": ("gpt2", {}, "layernorm1p")}
+CHANGES_LOGITS |= {"layernorm_zero_centered_gamma": ("llama", {}, True)}
+CHANGES_LOGITS |= {"layernorm_epsilon": ("llama", {}, 0.1)}
+CHANGES_LOGITS |= {"position_embedding_type": ("llama", {}, "none")}
+CHANGES_LOGITS |= {"rotary_base": ("llama", {}, 500000), "rotary_percentage": ("llama", {}, 0.5)}
+CHANGES_LOGITS |= {"rotary_interleaved": ("llama", {}, True)}
+CHANGES_LOGITS |= {"seq_len_interpolation_factor": ("llama", {}, 2.0)}
+CHANGES_LOGITS |= {"scale_positional_embedding": ("llama", SLOW, True)}
+CHANGES_LOGITS |= {"scale_factor": ("llama", SLOW | {"scale_positional_embedding": True}, 32)}
+CHANGES_LOGITS |= {"window_size": ("llama", {}, [3, 0])}
+CHANGES_LOGITS |= {"window_attn_skip_freq": ("llama", {"window_size": [3, 0]}, 2)}
+CHANGES_LOGITS |= {"query_pre_attn_scalar": ("llama", {"init_method_std": 0.4}, 2)}
+CHANGES_LOGITS |= {"no_rope_freq": ("llama", {}, 2)}
+CHANGES_LOGITS |= {"yarn_rotary_scaling_factor": ("llama", YARN, 8.0)}
+CHANGES_LOGITS |= {"yarn_original_max_position_embeddings": ("llama", YARN, 64)}
+CHANGES_LOGITS |= {"yarn_beta_fast": ("llama", LONG_YARN, 128.0)}
+CHANGES_LOGITS |= {"yarn_beta_slow": ("llama", YARN, 0.25)}
+CHANGES_LOGITS |= {"yarn_mscale": ("llama", YARN | {"yarn_mscale_all_dim": 0.5}, 2.0)}
+CHANGES_LOGITS |= {"yarn_mscale_all_dim": ("llama", YARN | {"yarn_mscale": 2.0}, 0.5)}
+CHANGES_LOGITS |= {"yarn_correction_range_round_to_int": ("llama", LONG_YARN, False)}
+CHANGES_LOGITS |= {"apply_embedding_scaling": ("llama", {}, True)}
+CHANGES_LOGITS |= {"moe_router_topk": ("llama", MOE, 3)}
+CHANGES_LOGITS |= {"moe_router_pre_softmax": ("llama", MOE, True)}
 # The weights have other names or shapes:
 CHANGES_SHAPES = {
     "num_layers": ("llama", {}, 3),
@@ -153,25 +149,15 @@ REFUSED = {
     "mcore_customization_config": {"parallel_attention": True},
 }
 # How the work is split, what is recomputed, which kernels run: the numbers stay.
-SAME_NUMBERS = {
-    "sequence_parallel": True,
-    "activations_checkpoint_granularity": "full",
-    "activations_checkpoint_method": "uniform",
-    "activations_checkpoint_num_layers": 1,
-    "use_cpu_initialization": True,
-    "persist_layer_norm": False,
-    "masked_softmax_fusion": False,
-    "bias_dropout_add_fusion": False,
-    "apply_rope_fusion": False,
-    "gradient_accumulation_fusion": True,
-    "megatron_amp_O2": False,
-    "num_layers_in_first_pipeline_stage": 1,
-    "num_layers_in_last_pipeline_stage": 1,
-    "micro_batch_size": 2,
-    "global_batch_size": 8,
-    "restore_from_path": "x",
-    "answer_only_loss": False,
-}
+SAME_NUMBERS = {"sequence_parallel": True, "activations_checkpoint_granularity": "full"}
+SAME_NUMBERS |= {"activations_checkpoint_method": "uniform"}
+SAME_NUMBERS |= {"activations_checkpoint_num_layers": 1, "use_cpu_initialization": True}
+SAME_NUMBERS |= {"persist_layer_norm": False, "masked_softmax_fusion": False}
+SAME_NUMBERS |= {"bias_dropout_add_fusion": False, "apply_rope_fusion": False}
+SAME_NUMBERS |= {"gradient_accumulation_fusion": True, "megatron_amp_O2": False}
+SAME_NUMBERS |= {"num_layers_in_first_pipeline_stage": 1, "num_layers_in_last_pipeline_stage": 1}
+SAME_NUMBERS |= {"micro_batch_size": 2, "global_batch_size": 8, "restore_from_path": "x"}
+SAME_NUMBERS |= {"answer_only_loss": False}
 # tests/distributed/matrix.py compares these sizes.
 SIZES = set(
     """tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size

@@ -101,17 +101,11 @@ def tokenizers(tmp_path_factory):
 def _sentencepiece(folder) -> str:
     """A model that keeps every character, as Llama's does."""
     model = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(CORPUS * 3),
-        model_writer=model,
-        vocab_size=330,
-        model_type="bpe",
-        byte_fallback=True,
-        hard_vocab_limit=False,
-        normalization_rule_name="identity",
-        remove_extra_whitespaces=False,
-        minloglevel=2,
-    )
+    parts = {"sentence_iterator": iter(CORPUS * 3), "model_writer": model, "vocab_size": 330}
+    parts |= {"model_type": "bpe", "byte_fallback": True, "hard_vocab_limit": False}
+    parts |= {"normalization_rule_name": "identity", "remove_extra_whitespaces": False}
+    parts |= {"minloglevel": 2}
+    sentencepiece.SentencePieceTrainer.train(**parts)
     (folder / "tokenizer.model").write_bytes(model.getvalue())
     return str(folder / "tokenizer.model")
 

@@ -157,26 +157,16 @@ def test_faults_of_zarr_are_named(source, tmp_path):
         restored(folder)
 
 
-LLAMA = {
-    "_target_": "nemo.collections.llm.gpt.model.llama.LlamaConfig",
-    "activation_func": {"_target_": "torch.nn.functional.silu", "_call_": False},
-    "gated_linear_unit": True,
-    "normalization": "RMSNorm",
-    "position_embedding_type": "rope",
-    "add_bias_linear": False,
-    "share_embeddings_and_output_weights": False,
-    "num_query_groups": 2,
-}
-GPT = {
-    "_target_": "nemo.collections.llm.gpt.model.base.GPTConfig",
-    "activation_func": {"_target_": "torch._C._nn.gelu", "_call_": False},
-    "gated_linear_unit": False,
-    "normalization": "LayerNorm",
-    "position_embedding_type": "learned_absolute",
-    "add_bias_linear": True,
-    "share_embeddings_and_output_weights": True,
-    "num_query_groups": None,
-}
+LLAMA = {"_target_": "nemo.collections.llm.gpt.model.llama.LlamaConfig"}
+LLAMA |= {"activation_func": {"_target_": "torch.nn.functional.silu", "_call_": False}}
+LLAMA |= {"gated_linear_unit": True, "normalization": "RMSNorm", "position_embedding_type": "rope"}
+LLAMA |= {"add_bias_linear": False, "share_embeddings_and_output_weights": False}
+LLAMA |= {"num_query_groups": 2}
+GPT = {"_target_": "nemo.collections.llm.gpt.model.base.GPTConfig"}
+GPT |= {"activation_func": {"_target_": "torch._C._nn.gelu", "_call_": False}}
+GPT |= {"gated_linear_unit": False, "normalization": "LayerNorm"}
+GPT |= {"position_embedding_type": "learned_absolute", "add_bias_linear": True}
+GPT |= {"share_embeddings_and_output_weights": True, "num_query_groups": None}
 COMMON = {
     "num_layers": 3,
     "hidden_size": 32,

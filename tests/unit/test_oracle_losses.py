@@ -101,17 +101,10 @@ def trl_losses(c: LossCase):
     config = SimpleNamespace(cliprange=EPS, cliprange_value=VALUE_CLIP, vf_coef=1.0)
     config.ratio_threshold = 1e9
     logprobs, values = c.leaf(c.logprobs), c.leaf(c.values)
-    policy, value, statistics = PPOTrainer.loss(
-        SimpleNamespace(config=config),
-        old_logprobs=c.prev_logprobs,
-        values=c.prev_values,
-        logits=torch.zeros(*c.mask.shape, 2),
-        vpreds=values,
-        logprobs=logprobs,
-        mask=c.mask,
-        advantages=c.advantages,
-        returns=c.returns,
-    )
+    parts = {"old_logprobs": c.prev_logprobs, "values": c.prev_values}
+    parts |= {"logits": torch.zeros(*c.mask.shape, 2), "vpreds": values, "logprobs": logprobs}
+    parts |= {"mask": c.mask, "advantages": c.advantages, "returns": c.returns}
+    policy, value, statistics = PPOTrainer.loss(SimpleNamespace(config=config), **parts)
     return value_and_gradient(policy, logprobs), value_and_gradient(value, values), statistics
 
 
@@ -479,18 +472,12 @@ def _(case, library):
         kept = {"logprobs": kl[0], "ref_logprobs": kl[1], "mask": kl[2]}
         ratios = log_ratios(**kept, weights=weights, average_log_probs=average)
         logprobs = case.planted(case.logprobs).requires_grad_()
-        loss, metrics = kto_loss(
-            logprobs=logprobs,
-            ref_logprobs=case.planted(case.ref_logprobs),
-            mask=mask,
-            weights=weights,
-            desirable=labels,
-            reference_point=(weights * ratios).sum().clamp(min=0),
-            beta=BETA,
-            desirable_loss_weight=1.2,
-            undesirable_loss_weight=0.6,
-            average_log_probs=average,
-        )
+        named = {"logprobs": logprobs, "ref_logprobs": case.planted(case.ref_logprobs)}
+        named |= {"mask": mask, "weights": weights, "desirable": labels}
+        named |= {"reference_point": (weights * ratios).sum().clamp(min=0), "beta": BETA}
+        named |= {"desirable_loss_weight": 1.2, "undesirable_loss_weight": 0.6}
+        named |= {"average_log_probs": average}
+        loss, metrics = kto_loss(**named)
         ours = value_and_gradient(loss, logprobs)
         found = kto_statistics({name: value.item() for name, value in metrics.items()})
         leaf = case.logprobs.clone().requires_grad_()

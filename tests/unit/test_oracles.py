@@ -301,11 +301,8 @@ def torchrl_grpo(case: Case) -> Tensor:
         steps = int(case.mask[row].sum())
         done = torch.arange(steps) == steps - 1
         following = {"reward": tokens[case.keep[row]][:, None], "done": done[:, None]}
-        whole = {
-            "row": torch.full((steps,), row),
-            "group": case.prompts[row].expand(steps),
-            "next": following,
-        }
+        whole = {"row": torch.full((steps,), row), "group": case.prompts[row].expand(steps)}
+        whole |= {"next": following}
         finished = advantage.inv(TensorDict(whole, batch_size=[steps]))
         if finished is not None:
             result[finished["row"]] = finished["advantage"].flatten()
@@ -346,11 +343,8 @@ def verl_dapo_rewards(case, counts, limit, buffer, factor) -> Tensor:
     samples = Samples()
     for number, count in enumerate(counts):
         attention = torch.cat([torch.ones(1), torch.arange(limit) < count])
-        tokens = {
-            "prompts": torch.zeros(1),
-            "responses": torch.full((limit,), number),
-            "attention_mask": attention.long(),
-        }
+        tokens = {"prompts": torch.zeros(1), "responses": torch.full((limit,), number)}
+        tokens |= {"attention_mask": attention.long()}
         facts = {"reward_model": {"ground_truth": ""}, "data_source": "", "extra_info": {}}
         samples.append(SimpleNamespace(batch=tokens, non_tensor_batch=facts))
     return manager(samples).sum(1)

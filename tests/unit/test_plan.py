@@ -65,21 +65,17 @@ MACHINE = ("--gpus", "16", "--memory", "80GB")
 FRACTION = "model.knowledge_distillation.on_policy.fraction"
 DPO, KTO, REWARD_MODEL = (JOBS[name][0] for name in ("dpo", "kto", "rm"))
 EXPERTS = {"num_moe_experts": 4, "moe_router_topk": 2}
-VARIANTS = {
-    "gpt2": GPT2_LIKE,
-    "llama": LLAMA_LIKE,
-    "gpt2, untied": GPT2_LIKE | {"share_embeddings_and_output_weights": False},
-    "llama, tied": LLAMA_LIKE | {"share_embeddings_and_output_weights": True},
-    "llama, one query group": LLAMA_LIKE | {"num_query_groups": 1},
-    "llama, bias of queries": LLAMA_LIKE | {"qkv_bias": True},
-    "llama, wide heads": LLAMA_LIKE | {"kv_channels": 24},
-    "llama, no gate": LLAMA_LIKE | {"activation": "squared-relu"},
-    "gpt2, gate": GPT2_LIKE | {"activation": "swiglu"},
-    "no positions": LLAMA_LIKE | {"position_embedding_type": "none"},
-    "experts": LLAMA_LIKE | EXPERTS,
-    "experts with biases": GPT2_LIKE | EXPERTS,
-    "narrow experts": LLAMA_LIKE | EXPERTS | {"moe_ffn_hidden_size": 16},
-}
+VARIANTS = {"gpt2": GPT2_LIKE, "llama": LLAMA_LIKE}
+VARIANTS |= {"gpt2, untied": GPT2_LIKE | {"share_embeddings_and_output_weights": False}}
+VARIANTS |= {"llama, tied": LLAMA_LIKE | {"share_embeddings_and_output_weights": True}}
+VARIANTS |= {"llama, one query group": LLAMA_LIKE | {"num_query_groups": 1}}
+VARIANTS |= {"llama, bias of queries": LLAMA_LIKE | {"qkv_bias": True}}
+VARIANTS |= {"llama, wide heads": LLAMA_LIKE | {"kv_channels": 24}}
+VARIANTS |= {"llama, no gate": LLAMA_LIKE | {"activation": "squared-relu"}}
+VARIANTS |= {"gpt2, gate": GPT2_LIKE | {"activation": "swiglu"}}
+VARIANTS |= {"no positions": LLAMA_LIKE | {"position_embedding_type": "none"}}
+VARIANTS |= {"experts": LLAMA_LIKE | EXPERTS, "experts with biases": GPT2_LIKE | EXPERTS}
+VARIANTS |= {"narrow experts": LLAMA_LIKE | EXPERTS | {"moe_ffn_hidden_size": 16}}
 LORA = {"variant": "canonical", "adapter_dim": 4}
 
 

@@ -36,17 +36,11 @@ def scored_rollout(with_values: bool, with_teacher: bool = False) -> dict:
         values = torch.randn(len(ROWS), WIDTH, generator=generator) * scale + shift
         return values.masked_fill(outside, NAN)
 
-    rollout = {
-        "response_tokens": torch.arange(len(ROWS) * (WIDTH + 1)).view(len(ROWS), -1),
-        "idx": idx,
-        "prompt_lengths": prompts,
-        "response_lengths": lengths,
-        "is_end": torch.ones(len(ROWS), dtype=torch.bool),
-        "rewards": rewards,
-        "loss_multiplier": torch.tensor([float(i != STAND_IN) for i in range(len(ROWS))]),
-        "logprobs": random(0.4, -1.5),
-        "init_logprobs": random(0.4, -1.5),
-    }
+    rollout = {"response_tokens": torch.arange(len(ROWS) * (WIDTH + 1)).view(len(ROWS), -1)}
+    rollout |= {"idx": idx, "prompt_lengths": prompts, "response_lengths": lengths}
+    rollout |= {"is_end": torch.ones(len(ROWS), dtype=torch.bool), "rewards": rewards}
+    rollout |= {"loss_multiplier": torch.tensor([float(i != STAND_IN) for i in range(len(ROWS))])}
+    rollout |= {"logprobs": random(0.4, -1.5), "init_logprobs": random(0.4, -1.5)}
     values, teacher = random(0.8, 0.2), random(0.6, -2.0)
     rollout |= {"values": values} if with_values else {}
     return rollout | ({"teacher_logprobs": teacher} if with_teacher else {})

@@ -58,19 +58,11 @@ def our_loss(kind, b, weights, x, rows=slice(None), estimator="k3", dual_clip=DU
         return sft_loss(logprobs=x[rows], weights=weights[rows])
     if kind == "regression":
         return regression_loss(predictions=x[rows], labels=b.returns[rows], weights=weights[rows])
-    return ppo_actor_loss(
-        logprobs=x[rows],
-        prev_logprobs=b.prev[rows],
-        advantages=b.advantages[rows],
-        weights=weights[rows],
-        ratio_eps=EPS,
-        dual_clip=dual_clip,
-        ref_logprobs=b.ref[rows],
-        kl_loss_coef=COEF,
-        kl_loss_estimator=estimator,
-        entropy=b.entropy[rows],
-        entropy_bonus=BONUS,
-    )
+    parts = {"logprobs": x[rows], "prev_logprobs": b.prev[rows], "advantages": b.advantages[rows]}
+    parts |= {"weights": weights[rows], "ratio_eps": EPS, "dual_clip": dual_clip}
+    parts |= {"ref_logprobs": b.ref[rows], "kl_loss_coef": COEF, "kl_loss_estimator": estimator}
+    parts |= {"entropy": b.entropy[rows], "entropy_bonus": BONUS}
+    return ppo_actor_loss(**parts)
 
 
 def slot_loss(kind, b, x, row, t, estimator="k3"):

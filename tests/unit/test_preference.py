@@ -75,20 +75,12 @@ def test_loss_and_gradient_are_those_of_a_naive_loop(name, average):
     ours, reference = (torch.where(unused, torch.nan, x).float() for x in (logprobs, ref_logprobs))
     ours.requires_grad_()
     gaps[EMPTY] = torch.nan
-    loss, metrics = dpo_loss(
-        logprobs=ours,
-        ref_logprobs=reference,
-        mask=mask,
-        weights=loss_weights(valid),
-        beta=BETA,
-        preference_loss=name,
-        label_smoothing=0.15,
-        average_log_probs=average,
-        reward_gaps=gaps,
-        preference_loss_weight=0.8,
-        sft_loss_weight=0.3,
-        sft_average_log_probs=not average,
-    )
+    parts = {"logprobs": ours, "ref_logprobs": reference, "mask": mask}
+    parts |= {"weights": loss_weights(valid), "beta": BETA, "preference_loss": name}
+    parts |= {"label_smoothing": 0.15, "average_log_probs": average, "reward_gaps": gaps}
+    parts |= {"preference_loss_weight": 0.8, "sft_loss_weight": 0.3}
+    parts |= {"sft_average_log_probs": not average}
+    loss, metrics = dpo_loss(**parts)
     loss.backward()
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
     torch.testing.assert_close(ours.grad.double(), theirs.grad, atol=1e-6, rtol=1e-4)

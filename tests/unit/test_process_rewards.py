@@ -426,16 +426,11 @@ def test_one_reward_at_the_end_is_the_reward_of_the_response():
 def test_process_supervision_by_hand():
     """Section 4.1.3 of arXiv:2402.03300: two responses with the step rewards 1, 0 and 1."""
     token_rewards = torch.tensor([[NAN, 1.0, NAN, 0.0], [NAN, NAN, 1.0, NAN]])
-    rollout = {
-        "response_tokens": torch.ones(2, 5, dtype=torch.long),
-        "prompt_lengths": torch.tensor([1, 2]),
-        "response_lengths": torch.tensor([5, 5]),
-        "is_end": torch.ones(2, dtype=torch.bool),
-        "idx": torch.tensor([4, 4]),
-        "rewards": torch.tensor([1.0, 1.0]),
-        "token_rewards": token_rewards,
-        "logprobs": torch.zeros(2, 4),
-    }
+    rollout = {"response_tokens": torch.ones(2, 5, dtype=torch.long)}
+    rollout |= {"prompt_lengths": torch.tensor([1, 2]), "response_lengths": torch.tensor([5, 5])}
+    rollout |= {"is_end": torch.ones(2, dtype=torch.bool), "idx": torch.tensor([4, 4])}
+    rollout |= {"rewards": torch.tensor([1.0, 1.0]), "token_rewards": token_rewards}
+    rollout |= {"logprobs": torch.zeros(2, 4)}
     trainer = make_trainer(
         advantage_estimator="grpo", process_rewards="steps", initial_policy_kl_penalty=0.0
     )

@@ -18,14 +18,9 @@ from nemo_aligner.servers.schema import ReplyError, RequestError
 from tests.properties import tried
 from tests.unit.test_served_model import sent as read
 
-ENDPOINTS = [
-    schema.critic_infer_endpoint(True),
-    schema.critic_train_endpoint(),
-    schema.critic_save_endpoint(),
-    schema.critic_resume_endpoint(),
-    schema.critic_status_endpoint(),
-    schema.reward_model_endpoint(),
-]
+ENDPOINTS = [schema.critic_infer_endpoint(True), schema.critic_train_endpoint()]
+ENDPOINTS += [schema.critic_save_endpoint(), schema.critic_resume_endpoint()]
+ENDPOINTS += [schema.critic_status_endpoint(), schema.reward_model_endpoint()]
 NAMES = sorted({spec.name for endpoint in ENDPOINTS for spec in endpoint.inputs})
 SHAPES = arrays_of.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=3)
 FEW = st.binary(max_size=4)

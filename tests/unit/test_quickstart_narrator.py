@@ -81,12 +81,8 @@ def test_metrics_tail_waits_for_whole_lines(tmp_path):
     tail = jobs.MetricsTail(tmp_path / "metrics.jsonl")
     assert tail.poll() == []
     with (tmp_path / "metrics.jsonl").open("w") as file:
-        pieces = (
-            ('{"step": 1}\n{"st', [{"step": 1}]),
-            ('ep": 2}', []),
-            ("\n", [{"step": 2}]),
-            ("", []),
-        )
+        pieces = (('{"step": 1}\n{"st', [{"step": 1}]), ('ep": 2}', []), ("\n", [{"step": 2}]))
+        pieces += (("", []),)
         for piece, expected in pieces:
             file.write(piece)
             file.flush()

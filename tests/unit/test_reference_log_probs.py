@@ -167,13 +167,8 @@ def test_the_key_sees_lengths_templates_tokenizers_and_checkpoints(case, tiny_to
     other.tokenizer = copy.deepcopy(tiny_tokenizer.tokenizer)
     other.tokenizer.add_tokens(["film"])
     path = str(case.root / "pairs.jsonl")
-    keys = [
-        key(),
-        key(DPOModelDataset([path], tiny_tokenizer, WIDTH - 1)),
-        key(tokenizer=other),
-        of_template("{{ m.content }}"),
-        of_template("{{ m.role }} {{ m.content }}"),
-    ]
+    keys = [key(), key(DPOModelDataset([path], tiny_tokenizer, WIDTH - 1)), key(tokenizer=other)]
+    keys += [of_template("{{ m.content }}"), of_template("{{ m.role }} {{ m.content }}")]
     assert key() == keys[0]
     checkpoint.write_bytes(b"Weights")
     assert len({*keys, key()}) == 6

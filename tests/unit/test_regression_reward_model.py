@@ -129,16 +129,10 @@ def test_validation_over_uneven_batches_is_the_correlation_of_the_whole_set(
     path.write_text("\n".join(lines))
     own = {"data": {"append_eod": True}, "micro_batch_size": 2}
     model = make_model(tiny_tokenizer_dir, num_attributes, **own)
-    dataset, *_ = build_train_valid_test_regression_rm_datasets(
-        cfg=model.cfg,
-        data_prefix={"train": [str(path)]},
-        data_impl="jsonl",
-        splits_string=None,
-        train_valid_test_num_samples=[-1, -1, -1],
-        seq_length=48,
-        seed=1,
-        tokenizer=model.tokenizer,
-    )
+    named = {"cfg": model.cfg, "data_prefix": {"train": [str(path)]}, "data_impl": "jsonl"}
+    named |= {"splits_string": None, "train_valid_test_num_samples": [-1, -1, -1]}
+    named |= {"seq_length": 48, "seed": 1, "tokenizer": model.tokenizer}
+    dataset, *_ = build_train_valid_test_regression_rm_datasets(**named)
     cfg = OmegaConf.create({"model": {"seed": 1, "data": {"num_workers": 0}}})
 
     def loader(drop_last, random):

@@ -36,14 +36,9 @@ def write_job(folder, start=1000.0, alarms=()):
     """A PPO actor's files: ten steps, a validation before and one after."""
     records = [{"step": 0, "time": start, "val_rollouts/rewards": -1.0}]
     for step in range(10):
-        rollout = {
-            "rewards": step / 10,
-            "epoch": 1,
-            "init_policy_kl": step / 50,
-            "generation_length": 30 - step,
-            "alarms_active": int(step in alarms),
-            "explained_variance": 0.5 - step / 10,
-        }
+        rollout = {"rewards": step / 10, "epoch": 1, "init_policy_kl": step / 50}
+        rollout |= {"generation_length": 30 - step, "alarms_active": int(step in alarms)}
+        rollout |= {"explained_variance": 0.5 - step / 10}
         times = {"timers/generate": 0.5, "timers/train_time": 2.0}
         times["speed/generate_tokens_per_s"] = 100.0 + step
         updates = {f"train_optim/{key}": step / 7 for key in UPDATES}
@@ -375,13 +370,9 @@ def test_the_next_commands_can_be_pasted(tmp_path, monkeypatch):
     assert f"     model: {nemo}\n" in ending.last_lines(Path("it's a run"), "gpt_dpo")
 
 
-CURVES = {
-    "one point": {1: 2.0},
-    "flat at zero": {1: 0.0, 2: 0.0},
-    "flat but for rounding": {0: 1e9, 1: 1e9 + 1e-3},
-    "tiny": {0: -1e-12, 5: 1e-12},
-    "long": {step: math.sin(step) for step in range(5000)},
-}
+CURVES = {"one point": {1: 2.0}, "flat at zero": {1: 0.0, 2: 0.0}}
+CURVES |= {"flat but for rounding": {0: 1e9, 1: 1e9 + 1e-3}, "tiny": {0: -1e-12, 5: 1e-12}}
+CURVES |= {"long": {step: math.sin(step) for step in range(5000)}}
 
 
 @pytest.mark.parametrize("curve", CURVES.values(), ids=CURVES)

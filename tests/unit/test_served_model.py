@@ -39,29 +39,18 @@ pytestmark = pytest.mark.timeout(60)
 REWARD = schema.reward_model_endpoint()
 TRAIN = schema.critic_train_endpoint()
 SAVE = schema.critic_save_endpoint()
-OURS = {
-    "infer": schema.critic_infer_endpoint(True),
-    "infer alone": schema.critic_infer_endpoint(False),
-    "train": TRAIN,
-    "save": SAVE,
-    "resume": schema.critic_resume_endpoint(),
-    "status": schema.critic_status_endpoint(),
-    "reward": REWARD,
-}
-SCORING = {
-    "tokens": np.array([[5, 6, 0], [7, 8, 9]]),
-    "sequence_lengths": np.array([[2], [3]]),
-    "tokenizer": np.full((2, 1), b"300 tokens, end 299, abc"),
-    "prompt_lengths": np.array([[1], [1]]),
-}
-TRAINING = {
-    "tokens": np.array([[5, 6, 0], [7, 8, 9]]),
-    "returns": np.array([[0.5, np.nan], [0.25, -1.0]], np.float32),
-    "prev_values": np.array([[0.5, 0.0], [0.1, -1.0]], np.float32),
-    "mask": np.array([[1, 0], [1, 1]], np.float32),
-    "request_id": np.array([b"abc"]),
-    "piece": np.array([0, 2]),
-}
+OURS = {"infer": schema.critic_infer_endpoint(True)}
+OURS |= {"infer alone": schema.critic_infer_endpoint(False), "train": TRAIN, "save": SAVE}
+OURS |= {"resume": schema.critic_resume_endpoint(), "status": schema.critic_status_endpoint()}
+OURS |= {"reward": REWARD}
+SCORING = {"tokens": np.array([[5, 6, 0], [7, 8, 9]]), "sequence_lengths": np.array([[2], [3]])}
+SCORING |= {"tokenizer": np.full((2, 1), b"300 tokens, end 299, abc")}
+SCORING |= {"prompt_lengths": np.array([[1], [1]])}
+TRAINING = {"tokens": np.array([[5, 6, 0], [7, 8, 9]])}
+TRAINING |= {"returns": np.array([[0.5, np.nan], [0.25, -1.0]], np.float32)}
+TRAINING |= {"prev_values": np.array([[0.5, 0.0], [0.1, -1.0]], np.float32)}
+TRAINING |= {"mask": np.array([[1, 0], [1, 1]], np.float32), "request_id": np.array([b"abc"])}
+TRAINING |= {"piece": np.array([0, 2])}
 SAVING = {"dummy_var": np.zeros(1, np.int64), "actor_step": np.array([3])}
 
 

@@ -248,20 +248,11 @@ def test_a_bad_record_is_named_with_file_and_line(changes, message, write):
 
 def test_the_call_of_nemo_aligners_script(tmp_path, write):
     path = write(record())
-    data = SteerLM2Dataset(
-        file_path=path,
-        tokenizer=ByteLevelTokenizer({}),
-        max_seq_length=128,
-        min_seq_length=1,
-        add_bos=False,
-        sep_id=0,
-        label_key="output",
-        answer_only_loss=True,
-        index_mapping_dir=str(tmp_path),
-        hf_dataset=True,
-        special_tokens=MARKS,
-        output_original_text=False,
-    )
+    parts = {"file_path": path, "tokenizer": ByteLevelTokenizer({}), "max_seq_length": 128}
+    parts |= {"min_seq_length": 1, "add_bos": False, "sep_id": 0, "label_key": "output"}
+    parts |= {"answer_only_loss": True, "index_mapping_dir": str(tmp_path), "hf_dataset": True}
+    parts |= {"special_tokens": MARKS, "output_original_text": False}
+    data = SteerLM2Dataset(**parts)
     assert bytes(data[0]["responses"][2].tokens).decode() == f"{PROMPT}x\n\x11"
     assert data.data_cfg["index_mapping_dir"] == str(tmp_path)
 

@@ -137,20 +137,12 @@ def make(
     cfg = OmegaConf.create(defaults | {"limit_train_batches": 1.0, "limit_val_batches": 1.0} | cfg)
     model = FakeModel()
     optimizer = FakeOptimizer(model)
-    return SupervisedTrainer(
-        cfg=cfg,
-        model=model,
-        optimizer=optimizer,
-        scheduler=optimizer,
-        train_dataloader=dataloader(22) if train is None else train,
-        val_dataloader=val,
-        test_dataloader=test,
-        logger=FakeLogger(),
-        ckpt_callback=Checkpoints(model, optimizer),
-        run_timer=timer or FakeRunTimer(),
-        run_init_validation=run_init_validation,
-        section=section,
-    )
+    parts = {"cfg": cfg, "model": model, "optimizer": optimizer, "scheduler": optimizer}
+    parts |= {"train_dataloader": dataloader(22) if train is None else train}
+    parts |= {"val_dataloader": val, "test_dataloader": test, "logger": FakeLogger()}
+    parts |= {"ckpt_callback": Checkpoints(model, optimizer), "run_timer": timer or FakeRunTimer()}
+    parts |= {"run_init_validation": run_init_validation, "section": section}
+    return SupervisedTrainer(**parts)
 
 
 def test_training_is_the_naive_loop():

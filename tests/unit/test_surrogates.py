@@ -35,16 +35,10 @@ def batch():
 
 def ours(name, b, logprobs, rows=slice(None), reduction="sequence", **options):
     weights = loss_weights(b.mask, reduction)
-    return ppo_actor_loss(
-        logprobs=logprobs[rows],
-        prev_logprobs=b.prev[rows],
-        advantages=b.advantages[rows],
-        weights=weights[rows],
-        ratio_eps=LOW,
-        ratio_eps_high=HIGH,
-        policy_loss=name,
-        **options,
-    )
+    given = {"logprobs": logprobs[rows], "prev_logprobs": b.prev[rows]}
+    given |= {"advantages": b.advantages[rows], "weights": weights[rows], "ratio_eps": LOW}
+    given |= {"ratio_eps_high": HIGH, "policy_loss": name, **options}
+    return ppo_actor_loss(**given)
 
 
 def clip(value, low=1 - LOW, high=1 + HIGH):

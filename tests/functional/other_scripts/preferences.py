@@ -87,19 +87,11 @@ def main(cfg) -> None:
         multiple = data.get("pad_length_to_multiple_of", None)
         given["collate_fn"] = partial(collate, pad_length_to_multiple_of=multiple)
         trainer_class = DPOTrainer
-    trainer = trainer_class(
-        cfg=cfg.trainer[KIND],
-        model=policy,
-        optimizer=optimizer,
-        scheduler=scheduler,
-        train_dataloader=train,
-        val_dataloader=validation,
-        test_dataloader=None,
-        **given,
-        logger=logger,
-        ckpt_callback=saving,
-        run_timer=distributed.Timer(cfg.exp_manager.get("max_time_per_run")),
-    )
+    parts = {"cfg": cfg.trainer[KIND], "model": policy, "optimizer": optimizer}
+    parts |= {"scheduler": scheduler, "train_dataloader": train, "val_dataloader": validation}
+    parts |= {"test_dataloader": None, **given, "logger": logger, "ckpt_callback": saving}
+    parts |= {"run_timer": distributed.Timer(cfg.exp_manager.get("max_time_per_run"))}
+    trainer = trainer_class(**parts)
     if state is not None:
         trainer.load_state_dict(state)
     trainer.fit()

@@ -66,18 +66,11 @@ def main(cfg) -> None:
     optimizer, scheduler = train_script_utils.extract_optimizer_scheduler_from_ptl_model(policy)
     saving = train_script_utils.add_custom_checkpoint_callback(lightning, policy)
     logger.log_hyperparams(OmegaConf.to_container(cfg))
-    spin_trainer = SPINTrainer(
-        cfg=cfg.trainer.spin,
-        model=policy,
-        optimizer=optimizer,
-        scheduler=scheduler,
-        train_dataloader=train,
-        val_dataloader=validation,
-        test_dataloader=None,
-        logger=logger,
-        ckpt_callback=saving,
-        run_timer=distributed.Timer(cfg.exp_manager.get("max_time_per_run")),
-    )
+    parts = {"cfg": cfg.trainer.spin, "model": policy, "optimizer": optimizer}
+    parts |= {"scheduler": scheduler, "train_dataloader": train, "val_dataloader": validation}
+    parts |= {"test_dataloader": None, "logger": logger, "ckpt_callback": saving}
+    parts |= {"run_timer": distributed.Timer(cfg.exp_manager.get("max_time_per_run"))}
+    spin_trainer = SPINTrainer(**parts)
     if state is not None:
         spin_trainer.load_state_dict(state)
     spin_trainer.fit()
