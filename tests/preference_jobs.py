@@ -46,9 +46,9 @@ class Log(list):
     def __init__(self):
         self.samples = []
 
-    def log_metrics(self, metrics, step=None, prefix=""):
-        if prefix == "train/":
-            self.append(metrics)
+    def log_metrics(self, metrics, step=None):
+        own = {k[6:]: value for k, value in metrics.items() if k.startswith("train/")}
+        self.extend([own] if own else [])
 
     def log_samples(self, name, rows, step=None):
         assert name == "train_samples"

@@ -31,16 +31,10 @@ from nemo_aligner.data.nlp.chat_records import (
     prompt_messages,
     speaks_to_assistant,
 )
+from nemo_aligner.data.nlp.fields import Columns, EqualPairError, check_text, missing, prompt_hint
 from nemo_aligner.data.nlp.record_encoder import RecordEncoder
-from nemo_aligner.data.nlp.records import (
-    Columns,
-    EqualPairError,
-    Records,
-    check_text,
-    missing,
-    prompt_hint,
-)
-from nemo_aligner.data.nlp.sources import CHUNK_ID, DataFile, Record, data_paths, open_quickly
+from nemo_aligner.data.nlp.records import CHUNK_ID, DataFile, Records, data_paths, open_quickly
+from nemo_aligner.data.nlp.sources import Record
 
 ROWS = 100  # that are looked at in each data file
 # With a key `file_path`, of a job that reads examples.

@@ -42,7 +42,7 @@ DOORS = {
     ),
     "types": "core.types",
     "utils.advantages": "core.advantages",
-    "utils.batch_iterators": "data.nlp.batch_iterators",
+    "utils.batch_iterators": "data.nlp.samplers",
     "utils.checkpointing": (
         "checkpoint.checkpointing checkpoint.folders checkpoint.optimizer_forms"
     ),
@@ -58,7 +58,7 @@ DOORS = {
     "utils.dist_ckpt": "checkpoint.dist_ckpt",
     "utils.distributed": "parallel.collectives parallel.vocab_parallel training.timers",
     "utils.errors": "core.errors",
-    "utils.expert_losses": "training.expert_losses",
+    "utils.expert_losses": "training.token_counts",
     "utils.finite": "training.finite",
     "utils.kl": "core.kl",
     "utils.loggers": "parallel.environment training.loggers",
@@ -80,7 +80,7 @@ DOORS = {
         "core.tokenizer servers.futures servers.requests servers.triton_environment "
         "servers.triton_host"
     ),
-    "utils.text_generation_utils": "generation.interface generation.text",
+    "utils.text_generation_utils": "generation.interface",
     "utils.timers": "training.timers",
     "utils.train_script_utils": (
         "launch.endings launch.experiment launch.model_loading launch.processes "

@@ -9,8 +9,7 @@ import time
 import torch.distributed as dist
 from megatron.core.parallel_state import destroy_model_parallel
 
-from nemo_aligner.data.nlp.batch_iterators import StoreBatchIterator
-from nemo_aligner.data.nlp.samplers import MegatronPretrainingRandomSampler
+from nemo_aligner.data.nlp.samplers import MegatronPretrainingRandomSampler, StoreBatchIterator
 from nemo_aligner.parallel import parallel_state
 from tests.distributed.launcher import run_ranks
 from tests.patience import patience

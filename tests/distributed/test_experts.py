@@ -14,7 +14,7 @@ import torch
 from megatron.core.parallel_state import destroy_model_parallel
 
 from nemo_aligner.core.errors import ConfigError
-from nemo_aligner.data.nlp.batch_iterators import StoreBatchIterator
+from nemo_aligner.data.nlp.samplers import StoreBatchIterator
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRewardModel
 from nemo_aligner.parallel import parallel_state

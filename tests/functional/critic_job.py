@@ -179,11 +179,10 @@ def main() -> None:
     from nemo_aligner.servers import requests, server_loop, triton_host
 
     class Logger:
-        def log_metrics(self, metrics, step, prefix):
+        def log_metrics(self, metrics, step):
             if parallel_state.get_rank() == 0:
                 with open(settings["metrics"], "a") as file:
-                    named = {prefix + k: v for k, v in metrics.items()}
-                    file.write(json.dumps({"step": step, **named}) + "\n")
+                    file.write(json.dumps({"step": step, **metrics}) + "\n")
 
         def log_samples(self, name, rows, step):
             """Keep nothing: the times of phases are not looked at here."""

@@ -21,12 +21,14 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+from nemo_aligner.config.access import client_tls
 from nemo_aligner.config.server_rules import FRONTENDS
 from nemo_aligner.core.endings import ExitCode
 from nemo_aligner.core.errors import ServerRequestError
 from nemo_aligner.servers import exchange
 from nemo_aligner.servers.critic_client import RemoteGPTRMCriticClient
 from tests.cases import some_of
+from tests.certificates import make_certificate
 from tests.functional.critic_job import NAP, RAISE, SLEEP, CriticJob, build_model
 from tests.patience import patience, wait_until
 
@@ -341,6 +343,21 @@ def in_background(function, **arguments):
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     return errors, thread
+
+
+@pytest.mark.full
+def test_a_server_with_triton_encrypts(tmp_path):
+    certificate, key = make_certificate(tmp_path)
+    section = {"frontend": "triton", "tls_certificate": str(certificate), "tls_key": str(key)}
+    rows = {"tokens": np.arange(1, 6)[None], "sequence_lengths": np.full((1, 1), 5)}
+    with CriticJob(server=section) as job:
+        address = "localhost", job.wait_until_serving().port
+        peer = exchange.Peer(*address, tls=client_tls(certificate, "remote_critic_rm.critic"))
+        request = exchange.InferRequest("critic_infer", rows)
+        values = exchange.Exchange(peer).run(request, patience(60))["values"]
+        assert values.shape == (1, 5) and values.any()
+        with pytest.raises(exchange.ConnectionLostError):
+            exchange.Exchange(exchange.Peer(*address)).run(request, patience(20))
 
 
 @pytest.mark.full

@@ -16,18 +16,17 @@ import pytest
 
 from nemo_aligner.config.server_rules import FRONTENDS
 from nemo_aligner.core.errors import ServerRequestError
-from nemo_aligner.servers import asgi_host, exchange, front
 from nemo_aligner.servers import connection as connection_module
+from nemo_aligner.servers import exchange, http_server
 from nemo_aligner.servers.admission import Access
 from nemo_aligner.servers.connection import RESTART_REMEDY
 from nemo_aligner.servers.http_communicator import HTTPCommunicator
 from nemo_aligner.servers.schema import TensorSpec, critic_infer_endpoint, critic_train_endpoint
-from tests.asgi_front import AsgiFront
 from tests.cases import some_of
 from tests.faulty_network import FAULTS, FaultyNetwork
 from tests.patience import patience
 from tests.scripted_server import triton_config
-from tests.scripted_triton import ScriptedTriton
+from tests.scripted_triton import ScriptedTriton, open_front
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.slow]
 COUNT = TensorSpec("count", np.int64, (1,))
@@ -65,8 +64,7 @@ def quick(monkeypatch):
     """Silence is noticed in tenths of seconds."""
     monkeypatch.setattr(connection_module, "RETRY_PAUSES_S", (0.05, 0.05, 0.05))
     monkeypatch.setattr(exchange, "SILENCE_S", min(patience(0.6), 4.0))
-    for module in (front, asgi_host):
-        monkeypatch.setattr(module, "HEARTBEAT_S", 0.1)
+    monkeypatch.setattr(http_server, "HEARTBEAT_S", 0.1)
 
 
 def handlers(triton):
@@ -79,7 +77,7 @@ def serve_triton(triton, port=0):
 
 
 def serve_asgi(triton, port=0):
-    return contextlib.closing(AsgiFront(handlers(triton), Access(), port))
+    return contextlib.closing(open_front(handlers(triton), Access(), port))
 
 
 @pytest.fixture(params=[serve_triton, serve_asgi], ids=FRONTENDS)

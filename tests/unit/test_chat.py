@@ -19,8 +19,7 @@ from nemo_aligner.data.nlp.datasets import (
     RLHFDataset,
 )
 from nemo_aligner.data.nlp.record_encoder import chat_end_strings, chat_form
-from nemo_aligner.generation.interface import GenerationParams
-from nemo_aligner.generation.text import EndConditions
+from nemo_aligner.generation.interface import EndConditions, GenerationParams
 from nemo_aligner.models.nlp.gpt.megatron_gpt_ppo_actor import MegatronGPTActorModel
 from tests.chat_forms import FAMILIES, slow_encoding, write_tokenizer
 from tests.data_sets import sft

@@ -29,7 +29,7 @@ from nemo_aligner.data.nlp.record_encoder import RecordEncoder
 from nemo_aligner.evaluate.rewards import tokens_of
 from nemo_aligner.generate.batch import tokenize
 from nemo_aligner.generate.responses import Response
-from nemo_aligner.generation.text import tokenize_batch
+from nemo_aligner.generation.interface import tokenize_batch
 from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRewardModel
 from tests.chat_forms import FAMILIES, write_tokenizer
 from tests.data_sets import (

@@ -19,9 +19,9 @@ from nemo_aligner.config.data_rules import plain_columns
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.data.nlp import index_files
 from nemo_aligner.data.nlp.datasets import DPOModelDataset, RewardModelDataset
+from nemo_aligner.data.nlp.fields import Columns
 from nemo_aligner.data.nlp.prompts import RLHFDataset
-from nemo_aligner.data.nlp.records import Columns, Records
-from nemo_aligner.data.nlp.sources import DataFile
+from nemo_aligner.data.nlp.records import DataFile, Records
 from tests.data_sets import (
     build_labelled,
     build_pairs,

@@ -12,7 +12,7 @@ from nemo_aligner.generation import GenerationParams, MegatronGenerator, engine
 from nemo_aligner.generation.batch import DecodingBatch
 from nemo_aligner.generation.cache import FeedingPass
 from nemo_aligner.generation.decoding_model import DecodingModel
-from nemo_aligner.generation.text import (
+from nemo_aligner.generation.interface import (
     EndConditions,
     tokenize_batch,
     verify_is_valid_and_clamp_range_,

@@ -22,7 +22,7 @@ from nemo_aligner.launch.experiment import (
     setup_experiment,
 )
 from nemo_aligner.launch.processes import resolve_and_create_trainer
-from nemo_aligner.training.prometheus import PrometheusLogger
+from nemo_aligner.training.loggers import PrometheusLogger
 
 pytestmark = pytest.mark.slow
 

@@ -85,7 +85,7 @@ def learns_labelled_pairs(cfg: DictConfig) -> bool:
     )
 
 
-JOB = Configuration(
+REWARD_MODEL_JOB = Configuration(
     "training_rm",
     {
         **common.FROM_CHECKPOINT,

@@ -65,7 +65,7 @@ def check_steerlm2(values: Values) -> None:
 
 _SIZES = {name: f"${{model.data.train_ds.{name}}}" for name in common.SIZES}
 
-JOB = Configuration(
+SFT_JOB = Configuration(
     "gpt_sft",
     {
         "": common.Named,

@@ -33,8 +33,7 @@ from nemo_aligner.core.types import (
 from nemo_aligner.data.nlp.record_encoder import chat_end_strings
 from nemo_aligner.generation import GenerationOutput, GenerationParams, MegatronGenerator
 from nemo_aligner.generation.interface import Environment, Prompts
-from nemo_aligner.generation.resharding import divided, reshard
-from nemo_aligner.generation.split import Split, regrouped, training_split
+from nemo_aligner.generation.split import Split, divided, regrouped, reshard, training_split
 from nemo_aligner.models.alignable_interface import (
     AlignableGenerativeInterface,
     PolicyWithReference,

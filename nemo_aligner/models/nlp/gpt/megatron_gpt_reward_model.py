@@ -27,7 +27,7 @@ from nemo_aligner.core.masks import lengths_before
 from nemo_aligner.core.metrics import correlation_moments, correlations_from_moments
 from nemo_aligner.core.preference import interleave, reward_statistics, reward_sums
 from nemo_aligner.core.types import LabelledPairBatch, PairBatch, RegressionBatch
-from nemo_aligner.generation.text import tokenize_batch
+from nemo_aligner.generation.interface import tokenize_batch
 from nemo_aligner.models.alignable_interface import Inferrable, SupervisedInterface
 from nemo_aligner.models.nlp.gpt.adapter_mixin import NLPAdapterModelMixin
 from nemo_aligner.models.nlp.gpt.gpt_reward_model import GPTRewardModel
