@@ -5,6 +5,9 @@ rules of the jobs, and the command line.
 """
 
 import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -659,6 +662,15 @@ def test_a_nemo_file(tiny_tokenizer_dir, tmp_path, capsys):
     (job,) = plan(capsys, str(tmp_path / "tiny.nemo"), *arguments)["jobs"]
     parameters = [p for module in model.unwrapped() for p in module.parameters()]
     assert job["weights"] == sum(p.numel() for p in parameters)
+
+
+def test_the_command_starts_without_pytorch(model_file):
+    code = (
+        "import sys; from nemo_aligner.plan.__main__ import main; "
+        "code = main(sys.argv[1:]); assert 'torch' not in sys.modules; sys.exit(code)"
+    )
+    arguments = [model_file(), "--gpus", "8", "--memory", "80GB"]
+    subprocess.run([sys.executable, "-c", code, *arguments], check=True, env=dict(os.environ))
 
 
 def test_a_pass_over_prompts_is_planned_as_the_engine_makes_it():

@@ -440,7 +440,7 @@ def test_a_kl_in_reward_and_loss_is_warned_of(warnings):
 )
 def test_a_coefficient_in_the_loss_that_is_no_beta_is_warned_of(settings, rescaled_by, warnings):
     for coefficient in (0.0, 0.1):
-        settings = {"kl_loss_coef": coefficient, "num_rollouts_per_prompt": 2, **settings}
-        make_trainer(initial_policy_kl_penalty=0.0, **settings)
+        own = {"kl_loss_coef": coefficient, "num_rollouts_per_prompt": 2, **settings}
+        make_trainer(initial_policy_kl_penalty=0.0, **own)
         assert len(warnings) == bool(coefficient and rescaled_by)
     assert not rescaled_by or f"trainer.ppo.{rescaled_by} divides" in warnings[0]
