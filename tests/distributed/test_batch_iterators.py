@@ -51,13 +51,6 @@ def test_data_parallel_ranks_share_the_work():
     assert sorted(sum(indices, [])) == list(range(32))
 
 
-def test_ranks_of_one_model_get_the_same_batches():
-    first, second = run_ranks(_rollouts, 2, 100, 2, None)
-    assert first == second
-    assert [len(rollout) for rollout in first] == [8, 8]
-    assert sorted(sum(first[0] + first[1], [])) == list(range(32))
-
-
 def _replicas(splits):
     """(rank's source, its batches) at each split; each replica begins with a batch of its own."""
     taken = []

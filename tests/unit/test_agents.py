@@ -345,14 +345,8 @@ def test_agents_get_the_samples_that_a_class_gets(tiny_tokenizer_dir, tmp_path, 
 
     def generate(environment):
         generator = MegatronGenerator(policy.model, tokenizer, LONGEST)
-        return generator.generate(
-            *prompts,
-            torch.arange(16) + 100,
-            params,
-            environment=environment,
-            slots=slots,
-            records=torch.arange(16),
-        )
+        own = {"environment": environment, "slots": slots, "records": torch.arange(16)}
+        return generator.generate(*prompts, torch.arange(16) + 100, params, **own)
 
     game = f"{talking_agent.__file__}:Talk"
     with PythonEnvironment(game, tokenizer, max_turns=2) as environment:

@@ -68,9 +68,8 @@ def quick(monkeypatch):
 
 
 def handlers(triton):
-    return [
-        (endpoint, functools.partial(handle, triton, name)) for name, endpoint in ENDPOINTS.items()
-    ]
+    handler = lambda name: functools.partial(handle, triton, name)
+    return [(endpoint, handler(name)) for name, endpoint in ENDPOINTS.items()]
 
 
 def serve_triton(triton, port=0):
@@ -87,12 +86,8 @@ def serve(request):
 
 
 # The client decides, and the test waits long.
-asgi_alone = pytest.mark.parametrize(
-    "serve",
-    [pytest.param(serve_triton, marks=pytest.mark.full), serve_asgi],
-    ids=FRONTENDS,
-    indirect=True,
-)
+SERVES = [pytest.param(serve_triton, marks=pytest.mark.full), serve_asgi]
+asgi_alone = pytest.mark.parametrize("serve", SERVES, ids=FRONTENDS, indirect=True)
 
 
 class Client:
@@ -181,10 +176,8 @@ def test_a_server_that_was_started_anew_refuses_the_clients_of_before(serve, tri
     with serve(triton) as before, Client(before.address[1]) as client:
         assert client.send(name, **UPDATE) == 1
         before.close()
-        with (
-            serve(triton, before.address[1]),
-            pytest.raises(ServerRequestError, match="started anew") as caught,
-        ):
+        refused = pytest.raises(ServerRequestError, match="started anew")
+        with serve(triton, before.address[1]), refused as caught:
             client.send(name, **UPDATE)
         assert RESTART_REMEDY in str(caught.value)
     assert triton.handled == [name]

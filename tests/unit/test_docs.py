@@ -25,16 +25,9 @@ from tests.mutants import MUTANTS
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "nemo_aligner"
-PAGES = [
-    ROOT / "README.md",
-    ROOT / "CHANGELOG.md",
-    ROOT / "CONTRIBUTING.md",
-    ROOT / "SECURITY.md",
-    ROOT / "benchmarks/README.md",
-    ROOT / "benchmarks/figures.md",
-    ROOT / "examples/quickstart/README.md",
-    *sorted((ROOT / "docs").glob("*.md")),
-]
+NAMES = "README", "CHANGELOG", "CONTRIBUTING", "SECURITY", "benchmarks/README"
+NAMES += "benchmarks/figures", "examples/quickstart/README"
+PAGES = [*(ROOT / f"{name}.md" for name in NAMES), *sorted((ROOT / "docs").glob("*.md"))]
 every_page = in_one_test("page", PAGES)
 
 # Folders in which a path of a page may lie, besides the page's own.
@@ -147,9 +140,8 @@ def test_scripts_in_commands_exist(page):
         assert (ROOT / path).exists(), path
     makefile = (ROOT / "Makefile").read_text()
     targets = set(re.findall(r"(?m)^([\w-]+):", makefile))
-    assert (
-        set(re.findall(r"\bmake ([a-z][\w-]+)\b(?=[` \n])", "\n".join(commands(text)))) <= targets
-    )
+    named = re.findall(r"\bmake ([a-z][\w-]+)\b(?=[` \n])", "\n".join(commands(text)))
+    assert set(named) <= targets
 
 
 def commands(text):
@@ -251,9 +243,8 @@ def test_links_lead_somewhere(page):
 
 def anchors(page):
     headings = re.findall(r"(?m)^#+ (.*)$", prose(page))
-    return {
-        re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in headings
-    }
+    words = [re.sub(r"[^\w\- ]", "", heading).strip().lower() for heading in headings]
+    return {each.replace(" ", "-") for each in words}
 
 
 # ------------------------------------------------------------------------------------------- prose
@@ -282,11 +273,8 @@ def test_readme_is_a_front_door():
 
 def rows_of_tables(text):
     """Cells of every row of the tables in a text, headers included."""
-    return [
-        [cell.strip() for cell in line.strip("|").split("|")]
-        for line in text.splitlines()
-        if line.startswith("|") and not line.startswith("|---")
-    ]
+    rows = [line for line in text.splitlines() if line.startswith("|") and line[1:4] != "---"]
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
 
 
 def test_every_difference_is_told_from_both_sides():

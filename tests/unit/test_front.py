@@ -107,9 +107,8 @@ def ask(front, method, path, body=None, **headers):
 def test_triton_gets_a_request_without_its_tensors(triton_front, triton):
     for columns in (1, 150_000):
         tokens = np.arange(2 * columns).reshape(2, columns)
-        request = InferRequest(
-            "critic_infer", {"tokens": tokens, "sequence_lengths": tokens[:, :1]}
-        )
+        given = {"tokens": tokens, "sequence_lengths": tokens[:, :1]}
+        request = InferRequest("critic_infer", given)
         reply = Exchange(Peer(*triton_front.address)).run(request, patience(20))
         assert sorted(reply) == ["rewards", "values"]
         assert np.array_equal(reply["values"], tokens.astype(np.float32))

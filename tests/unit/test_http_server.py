@@ -20,11 +20,7 @@ from nemo_aligner.servers import admission, http_server
 from nemo_aligner.servers.admission import Access
 from nemo_aligner.servers.exchange import Exchange, InferRequest, Peer, token_header
 from nemo_aligner.servers.http_communicator import HTTPCommunicator
-from nemo_aligner.servers.schema import (
-    RequestError,
-    critic_save_endpoint,
-    reward_model_endpoint,
-)
+from nemo_aligner.servers.schema import RequestError, critic_save_endpoint, reward_model_endpoint
 from nemo_aligner.servers.served_model import ServerMismatchError
 from tests.certificates import make_certificate
 from tests.patience import patience
@@ -36,10 +32,8 @@ TOKEN = "0123456789abcdef"
 REWARD = reward_model_endpoint()
 SCORING = {"tokens": np.arange(6).reshape(2, 3), "sequence_lengths": np.full((2, 1), 3)}
 
-TENSORS = [
-    {"name": "tokens", "shape": [1, 1], "datatype": "INT64", "data": [1]},
-    {"name": "sequence_lengths", "shape": [1, 1], "datatype": "INT64", "data": [1]},
-]
+INT = {"datatype": "INT64", "data": [1]}
+TENSORS = [{"name": n, "shape": [1, 1], **INT} for n in ("tokens", "sequence_lengths")]
 
 
 def score(tokens, sequence_lengths, **_others):
@@ -167,13 +161,9 @@ print(sorted(found & {"pytriton", "tritonclient", "uvicorn"}))
 
 @pytest.mark.full
 def test_a_pair_runs_where_nothing_of_triton_is_installed():
-    result = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", PAIR],
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=patience(100),
-    )
+    command, folder = [sys.executable, "-W", "ignore", "-c", PAIR], Path(__file__).parents[2]
+    options = {"capture_output": True, "text": True, "timeout": patience(100)}
+    result = subprocess.run(command, cwd=folder, **options)
     lines = result.stdout.splitlines()
     assert lines[-1:] == ["['uvicorn']"] and "[[3.0], [12.0]]" in lines, result.stderr[-2000:]
 

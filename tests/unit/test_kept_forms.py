@@ -25,13 +25,8 @@ pytestmark = pytest.mark.slow
 
 TALK = {"messages": [{"role": "user", "content": "hello"}]}
 PLAIN = "{% for m in messages %}[{{ m.content }}${{ x }}]{{ eos_token }}{% endfor %}"
-TOKENS = {
-    "system_turn_start": "<s0>",
-    "turn_start": "<s1>",
-    "label_start": "<s2>",
-    "end_of_turn": "\n",
-    "end_of_name": "\n",
-}
+TOKENS = {"system_turn_start": "<s0>", "turn_start": "<s1>", "label_start": "<s2>"}
+TOKENS |= {"end_of_turn": "\n", "end_of_name": "\n"}
 
 
 @pytest.fixture

@@ -55,23 +55,14 @@ def test_a_logger_without_the_method_is_skipped():
     logger.log_hyperparams({"lr": 1})
     logger.finalize()
     assert plain.calls == [("hyperparams", {"lr": 1})]
-    assert rich.calls == [
-        ("table", "table/train", 1, 1),
-        ("hyperparams", {"lr": 1}),
-        ("finalize", "success"),
-    ]
+    calls = [("table", "table/train", 1, 1), ("hyperparams", {"lr": 1})]
+    assert rich.calls == [*calls, ("finalize", "success")]
 
 
 def test_metrics_file(tmp_path):
     logger = CustomLoggerWrapper(None, tmp_path / "new" / "metrics.jsonl")
-    values = {
-        "a": 1,
-        "b": torch.tensor([2.5]),
-        "c": np.float32(0.5),
-        "d": float("nan"),
-        "e": -float("inf"),
-        "f": None,
-    }
+    values = {"a": 1, "b": torch.tensor([2.5]), "c": np.float32(0.5)}
+    values |= {"d": float("nan"), "e": -float("inf"), "f": None}
     logger.log_metrics(values, step=7, prefix="x/")
     (line,) = read(tmp_path / "new" / "metrics.jsonl")
     assert line.pop("time") > 0

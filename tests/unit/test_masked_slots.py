@@ -108,11 +108,7 @@ CASES = {
         "values returns",
         SLOTS,
     ),
-    "GAE": (
-        partial(advantages.calculate_advantages_and_returns, **GAE),
-        "values rewards",
-        SLOTS,
-    ),
+    "GAE": (partial(advantages.calculate_advantages_and_returns, **GAE), "values rewards", SLOTS),
     "REINFORCE": (
         lambda rewards: advantages.calculate_reinforce_returns(rewards, 0.9, MASK),
         "rewards",
@@ -214,12 +210,8 @@ def test_garbage_where_nothing_counts_changes_nothing(case, garbage):
     expected, expected_gradients = results(case, inputs)
     assert all(tensor.isfinite().all() for tensor in [*expected, *expected_gradients])
     for planted in [[name] for name in names] + [list(names)]:
-        dirty = {
-            name: torch.where(expanded(keep, value.shape), value, garbage)
-            if name in planted
-            else value
-            for name, value in inputs.items()
-        }
+        spoiled = lambda value: torch.where(expanded(keep, value.shape), value, garbage)
+        dirty = {n: spoiled(value) if n in planted else value for n, value in inputs.items()}
         outputs, gradients = results(case, dirty)
         assert len(outputs) == len(expected)
         assert all(map(torch.equal, outputs, expected)), planted
@@ -234,25 +226,10 @@ def test_nothing_counts():
         empty = losses.loss_weights(nothing, reduction, 1, longest=9)
         leaf = torch.full_like(MASK, torch.nan, requires_grad=True)
         others = {name: torch.full_like(MASK, torch.inf) for name in POLICY.split()[1:]}
-        loss = losses.ppo_actor_loss(
-            logprobs=leaf,
-            **others,
-            weights=empty,
-            ratio_eps=0.2,
-            dual_clip=2.0,
-            kl_loss_coef=1.0,
-            entropy_bonus=0.1,
-        )[0]
-        loss = (
-            loss
-            + losses.ppo_critic_loss(
-                values=leaf,
-                prev_values=leaf.detach(),
-                returns=leaf.detach(),
-                weights=empty,
-                loss_clip_val=0.2,
-            )[0]
-        )
+        options = {"ratio_eps": 0.2, "dual_clip": 2.0, "kl_loss_coef": 1.0, "entropy_bonus": 0.1}
+        loss = losses.ppo_actor_loss(logprobs=leaf, **others, weights=empty, **options)[0]
+        rest = {"prev_values": leaf.detach(), "returns": leaf.detach(), "loss_clip_val": 0.2}
+        loss = loss + losses.ppo_critic_loss(values=leaf, weights=empty, **rest)[0]
         loss = loss + losses.sft_loss(logprobs=leaf, weights=empty)[0]
         loss.backward()
         assert loss.item() == 0 and not leaf.grad.any()
