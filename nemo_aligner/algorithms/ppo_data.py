@@ -47,7 +47,7 @@ from nemo_aligner.core.kl import (
     importance_ratios,
     name_kl_estimator,
 )
-from nemo_aligner.core.masks import masked_mean, masked_sum
+from nemo_aligner.core.tensors import masked_mean, masked_sum
 from nemo_aligner.core.types import PPOTrainBatch, RolloutBatch
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.collectives import (

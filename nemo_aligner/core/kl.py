@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from nemo_aligner.core.estimators import KL_ESTIMATORS
-from nemo_aligner.core.masks import masked_mean
-from nemo_aligner.core.tensors import sample_seeds
+from nemo_aligner.core.tensors import masked_mean, sample_seeds
 
 # Ziegler et al. 2019 move beta by at most this share (times n / horizon) in one update.
 _MAX_RELATIVE_ERROR = 0.2

@@ -30,7 +30,7 @@ from nemo_aligner.core.estimators import (
     ROLLOUT_REDUCTIONS,
 )
 from nemo_aligner.core.kl import SURROGATES, Tokens, calculate_kl_penalty
-from nemo_aligner.core.masks import masked_mean
+from nemo_aligner.core.tensors import masked_mean
 
 
 def loss_weights(

@@ -10,8 +10,11 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig
 
 from nemo_aligner.config.defaults import complete_config
-from nemo_aligner.config.jobs.reward_model import learns_labelled_pairs, reward_model_type
-from nemo_aligner.config.jobs.sft import check_steerlm2
+from nemo_aligner.config.jobs.supervised import (
+    check_steerlm2,
+    learns_labelled_pairs,
+    reward_model_type,
+)
 from nemo_aligner.config.values import Values, resolved
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.launch.job_entry import job_main

@@ -14,8 +14,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from nemo_aligner.checkpoint.forms import check_complete, check_restore_path
-from nemo_aligner.checkpoint.hub import HUB
+from nemo_aligner.checkpoint.forms import HUB, check_complete, check_restore_path
 from nemo_aligner.config.jobs import JOBS
 from nemo_aligner.config.rules import PREFIX_DATA_JOBS, restore_key
 from nemo_aligner.core.errors import UserError

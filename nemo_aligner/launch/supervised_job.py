@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from nemo_aligner.algorithms.reference_log_probs import with_reference_log_probs
 from nemo_aligner.algorithms.supervised import SupervisedTrainer
 from nemo_aligner.config.jobs import JOBS
-from nemo_aligner.config.jobs.reward_model import (
+from nemo_aligner.config.jobs.supervised import (
     RewardModelType,
     learns_labelled_pairs,
     reward_model_type,

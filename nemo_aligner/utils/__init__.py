@@ -34,7 +34,7 @@ DOORS = {
         "servers.scoring_clients"
     ),
     "models.nlp.gpt.reward_model_classes": (
-        "config.jobs.reward_model models.nlp.gpt.megatron_gpt_reward_model"
+        "config.jobs.supervised models.nlp.gpt.megatron_gpt_reward_model"
     ),
     "models.nlp.gpt.rewards_in_place_of_critic": (
         "NothingToDo=servers.scoring_clients:NoCriticFuture servers.scoring_clients "
@@ -64,7 +64,7 @@ DOORS = {
     "utils.loggers": "parallel.environment training.loggers",
     "utils.megatron_steps": "training.megatron_steps",
     "utils.nemo_archive": (
-        "checkpoint.nemo_archive checkpoint.nemo_writing "
+        "checkpoint.nemo_archive "
         "check_restore_path=checkpoint.forms:check_restore_path checkpoint.sources"
     ),
     "utils.optim": "config.optim_rules training.optim",
@@ -72,7 +72,7 @@ DOORS = {
     "utils.parallel_state": "parallel.parallel_state",
     "utils.ports": "servers.ports",
     "utils.ppo_rules": "config.jobs.actors core.estimators",
-    "utils.ppo_utils": "core.advantages core.kl core.losses core.masks core.tensors",
+    "utils.ppo_utils": "core.advantages core.kl core.losses core.tensors",
     "utils.replicas": "parallel.replicas",
     "utils.resume_pair": "checkpoint.folders",
     "utils.reward_models": "config.server_rules",
@@ -90,7 +90,7 @@ DOORS = {
     "utils.trainer_utils": "training.schedule",
     "utils.trt_llm": "core.tensors",
     "utils.utils": (
-        "checkpoint.dist_ckpt checkpoint.folders checkpoint.nemo_archive core.masks "
+        "checkpoint.dist_ckpt checkpoint.folders checkpoint.nemo_archive "
         "core.tensors data.nlp.prompts launch.model_loading launch.script_steps "
         "models.nlp.gpt.model_functions parallel.collectives parallel.device"
     ),

@@ -30,7 +30,7 @@ def make_actor(tokenizer_dir, optimizer="distributed_fused_adam"):
 
 
 def rollout_and_update(actor, optimizer, scheduler):
-    from nemo_aligner.core.masks import create_mask
+    from nemo_aligner.core.tensors import create_mask
     from nemo_aligner.training.optim import optimizer_step
 
     texts = "the film was", "a dull plot", "I loved the music", "bright"

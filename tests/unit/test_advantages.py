@@ -16,7 +16,7 @@ from nemo_aligner.core.advantages import (
     calculate_grpo_advantages,
     calculate_rloo_advantages,
 )
-from nemo_aligner.core.masks import create_mask, masked_mean_var, whiten
+from nemo_aligner.core.tensors import create_mask, masked_mean_var, whiten
 from tests.rank_threads import run_rank_threads
 
 NAN = float("nan")

@@ -309,7 +309,7 @@ def test_the_nemo_of_a_job_that_died_before_it_is_written_at_the_next_start(
     nemo_file = tmp_path / "checkpoints/rm.nemo"
     for step in (1, 2):
         with monkeypatch.context() as patch:
-            die_at(patch, "nemo_aligner.checkpoint.nemo_writing.write_manifest", 1)
+            die_at(patch, "nemo_aligner.checkpoint.nemo_archive.write_manifest", 1)
             with pytest.raises(Death):
                 own = {"is_train_end": True, "trainer_state": {"step": step}}
                 callback().custom_save({"step": step}, **own)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
-from nemo_aligner.checkpoint import nemo_writing
+from nemo_aligner.checkpoint import nemo_archive
 from nemo_aligner.config.defaults import complete_model
 from nemo_aligner.core.errors import ConfigError
 from nemo_aligner.models.nlp.gpt.megatron_config import build_transformer_config
@@ -184,7 +184,7 @@ def test_the_former_name_of_the_norm_before_experts_loads(tiny_tokenizer_dir, tm
         if "pre_mlp_layernorm" in name:
             item.data.detach().normal_()
             item.key = item.key.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
-    nemo_writing.write_nemo(tmp_path / "former", source.cfg, sharded, as_directory=True)
+    nemo_archive.write_nemo(tmp_path / "former", source.cfg, sharded, as_directory=True)
     restored = MegatronGPTModel.restore_from(str(tmp_path / "former"))
     for (name, weight), (_, expected) in zip(
         restored._named_weights(), source._named_weights(), strict=True

@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 from nemo_aligner.checkpoint import sources
 from nemo_aligner.convert.__main__ import main
 from nemo_aligner.core.errors import ConfigError, UserError
-from nemo_aligner.core.masks import lengths_before
+from nemo_aligner.core.tensors import lengths_before
 from nemo_aligner.core.tokenizer import response_text
 from nemo_aligner.generation import GenerationParams, MegatronGenerator
 from nemo_aligner.launch.model_loading import load_and_override_model_config

@@ -10,7 +10,7 @@ from nemo.utils import logging
 from omegaconf import OmegaConf
 
 from nemo_aligner.checkpoint.hugging_face.writing import copy_tokenizer
-from nemo_aligner.checkpoint.nemo_writing import write_config
+from nemo_aligner.checkpoint.nemo_archive import write_config
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.data.nlp.record_encoder import RecordEncoder, chat_form, say_default
 from nemo_aligner.launch.model_loading import complete_model_config

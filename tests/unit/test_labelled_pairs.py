@@ -10,7 +10,7 @@ import torch
 from omegaconf import OmegaConf
 
 from nemo_aligner.config.defaults import complete_model
-from nemo_aligner.config.jobs.reward_model import learns_labelled_pairs
+from nemo_aligner.config.jobs.supervised import learns_labelled_pairs
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.core.estimators import PREFERENCE_LOSSES
 from nemo_aligner.core.losses import loss_weights, preference_loss

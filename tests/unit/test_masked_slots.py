@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from nemo_aligner.algorithms.ppo_data import mean_of_sample_means, mean_of_sample_sums
-from nemo_aligner.core import advantages, kl, losses, masks, metrics
+from nemo_aligner.core import advantages, kl, losses, metrics, tensors
 from nemo_aligner.core.estimators import ROLLOUT_REDUCTIONS
 from nemo_aligner.parallel import collectives as distributed
 from nemo_aligner.parallel import vocab_parallel
@@ -44,7 +44,7 @@ def slot_by_slot(function, keep=SLOTS):
 POLICY = "logprobs prev_logprobs advantages ref_logprobs entropy"
 PPO = {"ratio_eps": 0.2, "dual_clip": 1.5, "kl_loss_coef": 0.1, "entropy_bonus": 0.1}
 GAE = {"discount_factor": 0.97, "gae_lambda": 0.9, "mask": MASK, "critic_gae_lambda": 1.0}
-MEANS = (masks.masked_sum, masks.masked_mean, masks.masked_std)
+MEANS = (tensors.masked_sum, tensors.masked_mean, tensors.masked_std)
 REDUCTIONS = ("token", "sequence", "microbatch", "token")
 
 

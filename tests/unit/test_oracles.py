@@ -21,7 +21,7 @@ from nemo_aligner.core.advantages import (
     spread_over_response,
 )
 from nemo_aligner.core.kl import AdaptiveKLController, calculate_kl_penalty
-from nemo_aligner.core.masks import create_mask, masked_mean, masked_std
+from nemo_aligner.core.tensors import create_mask, masked_mean, masked_std
 from nemo_aligner.parallel.collectives import normalize_tensor
 from tests.oracle_table import GROUP_SIZE, Case, Comparisons
 from tests.oracles import nemo_aligner_ppo_utils, oracle

@@ -11,7 +11,7 @@ import random
 import pytest
 import torch
 
-from nemo_aligner.core.masks import one_row_per_sample
+from nemo_aligner.core.tensors import one_row_per_sample
 from nemo_aligner.data.nlp.sft import PackedDataset, pack
 from nemo_aligner.models.nlp.gpt.gpt_sft_model import GPTSFTModel
 from nemo_aligner.parallel.device import get_device

@@ -12,8 +12,7 @@ import torch
 from nemo_aligner.algorithms import ppo
 from nemo_aligner.algorithms.ppo_data import with_normalized_rewards
 from nemo_aligner.core.advantages import RunningMoments, calculate_ppo_rewards
-from nemo_aligner.core.masks import create_mask
-from nemo_aligner.core.tensors import sample_seeds
+from nemo_aligner.core.tensors import create_mask, sample_seeds
 from tests.ppo_fakes import NUM_PROMPTS, make_trainer, stopped_and_resumed
 
 NAN = float("nan")

@@ -13,7 +13,7 @@ from nemo.collections.common.tokenizers.bytelevel_tokenizers import ByteLevelTok
 from omegaconf import OmegaConf
 
 from nemo_aligner.config.defaults import complete_config
-from nemo_aligner.config.jobs.sft import check_steerlm2
+from nemo_aligner.config.jobs.supervised import check_steerlm2
 from nemo_aligner.config.values import Values, resolved
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.core.preference import prompt_weights, target_weights

@@ -16,7 +16,7 @@ from omegaconf import DictConfig
 from typing_extensions import Self
 
 from nemo_aligner.core.errors import UserError
-from nemo_aligner.core.masks import lengths_before
+from nemo_aligner.core.tensors import lengths_before
 from nemo_aligner.core.tokenizer import Tokenizer
 from nemo_aligner.data.nlp.chat_records import (
     ConversationForm,

@@ -24,9 +24,8 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
 from nemo_aligner.generation.cache import attention, visible
-from nemo_aligner.models.nlp.gpt.megatron_additions import change_layer
+from nemo_aligner.models.nlp.gpt.megatron_additions import LocalNorm, change_layer
 from nemo_aligner.models.nlp.gpt.megatron_config import GPTConfig, use_transformer_engine
-from nemo_aligner.models.nlp.gpt.megatron_norms import LocalNorm
 from nemo_aligner.parallel.context_parallel import gather_shares, share_positions
 from nemo_aligner.parallel.cpu_operations import swiglu
 from nemo_aligner.parallel.megatron_switches import parts_of, with_class
