@@ -174,6 +174,7 @@ def assert_same_metrics(folder: Path, expected: Path, names=None, last=False, **
         last: `folder` has those of the last steps only.
         tolerance: of `pytest.approx`; without it they agree to the bit.
     """
+    assert last or names or {*metric_names(folder)} == {*metric_names(expected)}
     names = names or [n for n in metric_names(folder) if not n.endswith(("time", "/generate"))]
     assert names
     for name in names:

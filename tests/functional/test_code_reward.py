@@ -61,6 +61,9 @@ FUNCTION = """
     def score_of(prompt, response):
         return prompt.count("a") + 0.5 * len(response) + 0.25 * sum(map(str.isupper, response))
 
+    def lengths_of_lines(prompts, responses, lengths):
+        return [[float(len(line)) for line in response.split("\\n")] for response in responses]
+
     def texts_only(prompts, responses, lengths):
         return [score_of(*texts) for texts in zip(prompts, responses)]
 """
@@ -332,3 +335,31 @@ def test_ppo_gets_the_rewards_that_the_function_gives(tmp_path, inputs):
     means = read_metrics(tmp_path / "actor", "val_rollouts/rewards")
     assert means == pytest.approx([sum(again[i : i + 4]) / 4 for i in (0, 4, 8)], rel=1e-6)
     assert len(set(read_metrics(tmp_path / "actor", "train_rollouts/rewards"))) == 3
+
+
+@pytest.mark.full
+def test_rewards_of_steps_come_over_the_wire(tmp_path, tiny_tokenizer_dir, tiny_tokenizer):
+    """A server of a process reward beside one of whole responses, as an ensemble."""
+    port = find_free_port()
+    kind = ["inference.rewards_per=step", 'inference.step_end="\n"', "server.frontend=asgi"]
+    pairs = [("a film", "ab\ncd e"), ("b", "x")]
+    batch = rollout(tiny_tokenizer, pairs)
+    own = {"function": "lengths_of_lines"}
+    with code_reward_server(tmp_path / "s", port, tiny_tokenizer_dir, *kind, **own) as job:
+        wait_until_serving(job)
+        with contextlib.closing(RemoteGPTRMClient(remote_rm(port))) as client:
+            scores = client.infer_rm(batch).scores()
+        assert_ended_well(job, job.stop())
+    assert scores.rewards.tolist() == [6.0, 1.0]
+    width = batch["response_tokens"].shape[1]
+    assert scores.token_rewards.shape == (2, width - 1)
+    for row, (prompt, response) in zip(scores.token_rewards, pairs):
+        start = len(tiny_tokenizer.text_to_ids(prompt))
+        steps = response.split("\n")
+        ids = tiny_tokenizer.text_to_ids(response)
+        ends = [
+            next(n for n in range(len(ids)) if "\n" in tiny_tokenizer.ids_to_text(ids[: n + 1]))
+            for _ in steps[:-1]
+        ] + [len(ids)]
+        found = {t: float(row[t]) for t in range(width - 1) if not row[t].isnan()}
+        assert found == {start + end - 1: len(step) for end, step in zip(ends, steps)}

@@ -168,3 +168,11 @@ def test_an_environment_that_fails_ends_the_job_with_one_line(inputs, tmp_path):
 )
 def test_values_that_cannot_work_are_one_line(inputs, tmp_path, overrides, words):
     must_fail_with(grpo(inputs, tmp_path, 1, 1, *overrides), *words)
+
+
+@pytest.mark.full
+def test_a_fallback_keeps_the_job_going(inputs, tmp_path):  # noqa: F811
+    extra = "model.ppo.environment.fallback=-1"
+    with grpo(inputs, tmp_path, 2, 2, extra, fails="0.5") as job:
+        must_end_well(job)
+    assert "ends with model.ppo.environment.fallback" in job.log

@@ -20,6 +20,7 @@ from tests.functional.jobs import (
     ScriptJob,
     assert_ended_well,
     assert_same_metrics,
+    metric_names,
     must_end_well,
     read_metrics,
     reward_server,
@@ -114,6 +115,12 @@ def without_critic(inputs, folder, *extra, estimator="grpo", ranks=1) -> ScriptJ
     return actor(inputs, folder, find_free_port(), *settings, ranks=ranks)
 
 
+COMPARED = [f"train_rollouts/{n}" for n in ("rewards", "init_policy_kl", "values_mean")]
+COMPARED += [f"train_rollouts/{n}" for n in ("returns_std", "advantages_std", "response_lengths")]
+COMPARED += [f"train_optim/{n}" for n in ("loss", "critic_loss", "grad_norm", "entropy")]
+COMPARED += ["val_rollouts/rewards"]
+
+
 def run_pair(
     inputs, folder, of_critic=(), of_actor=(), ranks=1, port=None, network=None, launchers=None
 ) -> ScriptJob:
@@ -146,6 +153,7 @@ def single(inputs):
 
 @pytest.mark.full
 def test_a_run_learns_saves_and_starts_at_kl_zero(single):
+    assert {*COMPARED} <= {*metric_names(single / "actor")}  # what other runs are compared in
     names = [f"train_optim/{name}" for name in ("ppo_ratio", "loss")]
     names += [
         f"train_rollouts/{n}" for n in ("init_policy_kl", "fraction_of_samples_properly_ended")

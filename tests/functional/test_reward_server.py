@@ -283,3 +283,33 @@ def test_what_cannot_be_served_is_one_error(regression, rm_file, tiny_tokenizer_
             message = job.log.split("ERROR: ")[-1]
             assert all(word in message for word in words), job.log[-2000:]
             assert "Traceback" not in job.log
+
+
+def test_clients_that_name_their_tokenizer_and_others_at_once(port, model, tiny_tokenizer):
+    """Triton merges what comes together; it gets its own rewards whether or not it says its
+    tokenizer.
+    """
+    every = [make_rows(3, seed, longest=12) for seed in range(12)]
+    name = {"tokenizer": np.full((3, 1), tokenizer_fingerprint(tiny_tokenizer).encode())}
+    with concurrent.futures.ThreadPoolExecutor(6) as pool:
+        pending = [
+            pool.submit(ask, port, **request(rows), **(name if i % 2 else {}))
+            for i, rows in enumerate(every)
+        ]
+    for rows, answer in zip(every, pending):
+        np.testing.assert_allclose(answer.result()["rewards"], direct(model, rows), **TOLERANCE)
+
+
+@pytest.mark.full
+def test_a_name_of_its_own_and_standardized_rewards(rm_file, model, tmp_path):
+    port = find_free_port()
+    standard = "{enable: True, mean: 0.5, std: 2.0}"
+    extra = ["inference.model_name=helpfulness", f"model.reward_standardization={standard}"]
+    with reward_server(rm_file, tmp_path / "named", port, *extra) as job:
+        wait_until_serving(job)
+        rows = make_rows(4, seed=3)
+        answer = ask(port, "helpfulness", **request(rows))
+        np.testing.assert_allclose(
+            answer["rewards"], (direct(model, rows) - 0.5) / 2.0, **TOLERANCE
+        )
+        assert_ended_well(job, job.stop())

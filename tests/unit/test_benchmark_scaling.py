@@ -155,3 +155,14 @@ def test_costs_fitted_to_runs_of_known_costs_are_found_again(module, simulation)
     costs = scaling.fit_costs(found)
     for name in ("generation", "passes", "training"):
         assert getattr(costs, name) == pytest.approx(getattr(truth, name), rel=1e-3), name
+
+
+def test_rows_prompts_and_keys_are_paid_for(simulation):
+    """Two samples of 2 and 3 tokens after prompts of 4, together in the batch."""
+    job = workload(simulation, (2, 3), micro_batch=2, slots=2, prompt=4)
+    costs = Units(step=10, row=1, key=0.01, token=0.5)
+    (end,) = simulation.generate(job, 1, False, costs).ends
+    prompts = 2 * 3 * 0.5
+    rows = 2 + 2 + 1
+    keys = (5 + 5) + (6 + 6) + 7
+    assert end == pytest.approx(prompts + 3 * 10 + rows + 0.01 * keys)

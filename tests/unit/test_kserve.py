@@ -135,3 +135,10 @@ def test_pytriton_reads_the_description(endpoint):
     for key in ("input", "output"):
         found, wanted = ([item["data_type"] for item in each[key]] for each in (ours, theirs))
         assert found == wanted
+
+
+def test_other_types_are_refused():
+    with pytest.raises(RequestError, match="complex64"):
+        kserve.type_name(np.dtype(np.complex64))
+    with pytest.raises(ValueError, match="BF17"):
+        kserve.numpy_type("BF17")

@@ -56,7 +56,7 @@ from nemo_aligner.plan.parameters import (
     count_weights,
     read_architecture,
 )
-from nemo_aligner.plan.splits import shares
+from nemo_aligner.plan.splits import pass_keys, shares
 from tests import hugging_face
 from tests.cases import some_of
 from tests.tiny_models import GPT2_LIKE, LLAMA_LIKE, tiny_config
@@ -545,6 +545,11 @@ def test_smaller_passes_have_the_key_of_the_job(model_file, capsys, job, key):
     (planned,) = plan(capsys, *arguments)["jobs"]
     changes = planned["recommended"]["changes"]
     assert set(changes) == {key} and 1 <= changes[key] < 256
+    given = f"{key}={changes[key] * 2}"
+    most = plan(capsys, arguments[0], given, *arguments[2:])["jobs"][0]["candidates"]
+    chosen = planned["recommended"]
+    (twice,) = (c for c in most if all(c[k] == chosen[k] for k in ("tp", "pp", "cp", "recompute")))
+    assert twice["changes"] == {key: changes[key]}  # twice as many do not fit
 
 
 def workload(job, path, *overrides, pp=1):
@@ -675,3 +680,9 @@ def test_the_command_starts_without_pytorch(model_file):
 
 def test_a_pass_over_prompts_is_planned_as_the_engine_makes_it():
     assert PREFILL_TOKENS == engine.PREFILL_TOKENS
+
+
+def test_passes_by_tokens_become_smaller_by_tokens():
+    given = Workload(width=4096, forward_samples=8, by_tokens=True)
+    smaller = replace(given, forward_samples=2)
+    assert pass_keys(ACTOR, smaller, given) == {"model.dynamic_micro_batch_tokens": 8192}

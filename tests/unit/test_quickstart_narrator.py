@@ -8,11 +8,15 @@ Whole walk-throughs are in `test_walkthroughs.py`.
 
 import io
 import json
+import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 from rich.console import Console
+
+from tests.patience import patience
 
 QUICKSTART = Path(__file__).resolve().parents[2] / "examples" / "quickstart"
 sys.path.insert(0, str(QUICKSTART))
@@ -169,3 +173,20 @@ def test_too_little_to_judge(tmp_path):
     write_samples(tmp_path, [(GOOD, 1.0)], [])
     with pytest.raises(outcome.NoOutcome, match="before and one after"):
         outcome.read_outcome(tmp_path, reviews.SCORES)
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="only Linux tells a child that its parent died"
+)
+def test_killed_run_takes_its_children_along(tmp_path):
+    code = f"import sys; sys.path.insert(0, {str(QUICKSTART)!r}); import jobs, pathlib, time; "
+    code += "command = [sys.executable, '-c', 'import time; time.sleep(300)']; "
+    code += "job = jobs.Job('sleeper', command, pathlib.Path(sys.argv[1])); "
+    code += "job.start(); print(job.process.pid, flush=True); time.sleep(300)"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path / "job")], stdout=subprocess.PIPE, text=True
+    )
+    child = psutil.Process(int(process.stdout.readline()))
+    process.kill()
+    process.wait()
+    child.wait(timeout=patience(10))

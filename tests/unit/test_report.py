@@ -441,3 +441,44 @@ def test_what_the_jobs_did_at_the_same_time(tmp_path):
     assert "What the jobs did at the same time" in page.render(tmp_path)
     (tmp_path / "actor" / "timeline.jsonl").unlink()
     assert elements.timeline_svg(reading.read_run(tmp_path)) == ""
+
+
+def test_a_single_validation_has_no_change_and_no_alarms_no_section(tmp_path):
+    write_supervised(tmp_path / "sft", start=1000.0)
+    read = Page(page.render(tmp_path))
+    assert after(read, "loss, validation", 2) == ["2.5 (step 2)", "loss, training"]
+    assert after(read, "loss, training", 3) == ["4 (step 1)", "2 (step 2)", "-2"]
+    assert "Alarms" not in read.texts
+
+
+def test_policies_come_first_whatever_started_first(tmp_path):
+    write_supervised(tmp_path / "sft", start=1000.0)
+    write_supervised(tmp_path / "rm", start=2000.0, acc=0.75)
+    write_supervised(tmp_path / "critic", start=2900.0, value_clip_fraction=0.0)
+    write_job(tmp_path / "ppo_actor", start=3000.0)
+    text = page.write_report(tmp_path).read_text(encoding="utf-8")
+    assert re.findall(r"<h2>(.*?)</h2>", text) == ["ppo_actor", "critic", "rm", "sft"]
+    assert re.findall(r'<a href="#job\d">(.*?)</a>', text) == ["ppo_actor", "critic", "rm", "sft"]
+
+
+def test_tables_are_used_where_there_are_no_validation_samples(tmp_path):
+    write_job(tmp_path)
+    rows = [{"prompt": "A film:", "response": "one response", "reward": 0.5}]
+    write_jsonl(
+        tmp_path / "tables.jsonl", [{"key": "table/train_rollouts", "step": 3, "rows": rows}]
+    )
+    assert "one response" in page.render(tmp_path)
+
+
+def test_what_other_algorithms_show(tmp_path):
+    titles = {
+        "likelihood_fall": "what chosen and rejected responses have both lost",
+        "rewards_margin": "margin of rewards",
+        "kd_loss": "divergence from the teacher, training",
+        "teacher_mass": "probability of the teacher's top-k tokens",
+        "fraction_of_samples_properly_ended": "own responses that end by themselves",
+        "distance": "divergence from the target, training",
+        "effective_responses": "responses that share the weight of a prompt",
+    }
+    write_supervised(tmp_path, 1000.0, alarms_active=0, **dict.fromkeys(titles, 0.5))
+    assert {*titles.values()} <= {*Page(page.render(tmp_path)).texts}
