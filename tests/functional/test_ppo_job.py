@@ -4,6 +4,7 @@
 processes, at several splits.
 """
 
+import functools
 import json
 import shutil
 import signal
@@ -299,6 +300,17 @@ def test_a_pair_killed_in_its_saves_continues_as_it_was(inputs, whole, tmp_path,
     assert len(list((folder / "actor/checkpoints").glob("*/COMPLETE"))) == 2
     run_pair(inputs, folder, [CONSTANT_RATE, *IN_BACKGROUND], [*FOUR, *IN_BACKGROUND])
     assert_same_run(folder, whole)
+
+
+@pytest.mark.full
+def test_a_pair_of_adapters_resumes_exactly(inputs, tmp_path):
+    """Actor and critic train LoRA adapters; two steps and two more are the four, to the bit."""
+    lora = ["model.peft.peft_scheme=lora", "model.peft.lora_tuning.adapter_dim=4"]
+    run = functools.partial(run_pair, inputs, of_critic=[CONSTANT_RATE, *lora])
+    run(tmp_path / "whole", of_actor=[*FOUR, *lora])
+    run(tmp_path / "parts", of_actor=[*FOUR, *lora, "trainer.ppo.max_steps=2"])
+    run(tmp_path / "parts", of_actor=[*FOUR, *lora])
+    assert_same_run(tmp_path / "parts", tmp_path / "whole")
 
 
 @pytest.mark.full

@@ -253,7 +253,15 @@ def test_a_folder_of_other_data_is_refused_and_another_batch_size_goes_on_in_sam
 @pytest.mark.full
 @pytest.mark.parametrize(
     "kind, options",
-    [("rm", []), ("dpo", []), ("dpo", LORA), ("kto", []), ("spin", []), ("spin", LORA)],
+    [
+        ("rm", []),
+        ("rm", LORA),
+        ("dpo", []),
+        ("dpo", LORA),
+        ("kto", []),
+        ("spin", []),
+        ("spin", LORA),
+    ],
     ids=lambda value: value if isinstance(value, str) else "lora" if value else "full",
 )
 def test_two_data_parallel_ranks_learn_and_resume_exactly(data, base, tmp_path, kind, options):
