@@ -13,7 +13,6 @@ from typing import Any, NoReturn
 
 import torch
 from lightning.pytorch import Trainer
-from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import Float16Module
@@ -42,6 +41,7 @@ from nemo_aligner.models.nlp.gpt.megatron_config import (
     torch_dtype,
 )
 from nemo_aligner.models.nlp.gpt.megatron_layers import (
+    GPTModel,
     build_layer_spec,
     compute_logits_batch_first,
     compute_swiglu_at_once,

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
-from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from nemo.utils import logging
 from omegaconf import DictConfig
@@ -40,7 +39,7 @@ from nemo_aligner.models.alignable_interface import (
 )
 from nemo_aligner.models.nlp.gpt.log_probs import LogProbsMixin, ReferencePolicyMixin
 from nemo_aligner.models.nlp.gpt.megatron_additions import add_to_module
-from nemo_aligner.models.nlp.gpt.megatron_layers import build_layer_spec
+from nemo_aligner.models.nlp.gpt.megatron_layers import GPTModel, build_layer_spec
 from nemo_aligner.parallel.collectives import sum_over_dp
 from nemo_aligner.parallel.device import get_device
 
