@@ -17,7 +17,7 @@ INSTALL_REQUIRES = [
     "megatron-core>=0.19.2,<0.20; python_version >= '3.12'",  # the newest that the tests ran with
     # Megatron Core 0.19 imports it, on a CPU too, without saying so
     "triton>=3; python_version >= '3.12' and platform_system == 'Linux'",
-    # 0.6 lets a remote client execute code; elsewhere servers need the extra asgi
+    # 0.6 lets a remote client execute code; elsewhere servers need server.frontend=asgi
     "nvidia-pytriton>=0.7.0,<0.8; platform_system == 'Linux'",
     "numpy>=1.24,<3",  # pip takes 1, for which PyTriton asks; our servers run with 2 too
     # the series NeMo 3.0 accepts; imported as lightning.pytorch, never pytorch_lightning
@@ -37,16 +37,14 @@ INSTALL_REQUIRES = [
     "safetensors>=0.4",  # weights in exchange formats
     "tensorboard>=2.15",  # default logger
     "prometheus-client>=0.20,<1",  # exp_manager.prometheus_address
+    "uvicorn>=0.30,<1",  # the HTTP of servers
+    "h11>=0.14,<1",  # uvicorn's reader of HTTP; our signs of life are events of it
     "pandas>=2.0",  # tables of sampled prompts and answers
     "tqdm>=4.65",  # progress bars
     "rich>=13",  # the quickstart's narrator
 ]
 
 EXTRAS_REQUIRE = {
-    "asgi": [
-        "uvicorn>=0.30,<1",  # serves with server.frontend=asgi, in place of Triton
-        "h11>=0.14,<1",  # uvicorn's reader of HTTP; our signs of life are events of it
-    ],
     "gpu": [
         # the range megatron-core 0.16 supports
         "transformer-engine[core_cu13,pytorch]>=2.9,<2.12; python_version < '3.12'",
@@ -59,7 +57,6 @@ EXTRAS_REQUIRE = {
         "pytest-timeout>=2.3,<3",  # a rank that waits for a dead one must not hang the run
         "pytest-xdist>=3.6,<4",  # one file of tests per core
         "hypothesis>=6.100,<7",  # inputs for tests of properties (test_properties_*.py)
-        "uvicorn>=0.30,<1",  # the front of the extra asgi
         "tritonclient[http]>=2.50,<3",  # the oracle for the wire; PyTriton brings it
         # an oracle for GAE and losses, pinned: a changed one proves nothing (more:
         # tests/oracles.txt)

@@ -24,13 +24,12 @@ from collections.abc import Callable, Iterator
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler announces each start and stop
 
 import torch  # noqa: E402  (the environment comes first)
-from megatron.core.models.gpt.gpt_model import GPTModel  # noqa: E402
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region  # noqa: E402
 from megatron.core.transformer.module import Float16Module  # noqa: E402
 
 from nemo_aligner.config.defaults import complete_model  # noqa: E402
 from nemo_aligner.models.nlp.gpt.megatron_config import build_transformer_config  # noqa: E402
-from nemo_aligner.models.nlp.gpt.megatron_layers import build_layer_spec  # noqa: E402
+from nemo_aligner.models.nlp.gpt.megatron_layers import GPTModel, build_layer_spec  # noqa: E402
 from nemo_aligner.parallel import parallel_state  # noqa: E402
 from nemo_aligner.parallel.device import get_device  # noqa: E402
 from nemo_aligner.parallel.vocab_parallel import (  # noqa: E402

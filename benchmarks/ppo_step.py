@@ -164,8 +164,8 @@ def build_ours(
     from omegaconf import OmegaConf
 
     from nemo_aligner.algorithms.ppo import PPOTrainer
-    from nemo_aligner.data.nlp.batch_iterators import get_batch_iterator_cls
     from nemo_aligner.data.nlp.builders import build_dataloader
+    from nemo_aligner.data.nlp.samplers import get_batch_iterator_cls
 
     actor = countdown.load_actor(at, **_sizes())
     actor.set_reference_policy()

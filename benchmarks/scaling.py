@@ -380,7 +380,7 @@ def work(rank: int, ranks: int, port: int, at: countdown.Folders, repeats: int, 
     os.environ.update(measure.rank_environment(rank, ranks, port))
     torch.set_num_threads(1)
     from nemo_aligner.algorithms import rollouts
-    from nemo_aligner.data.nlp.batch_iterators import DefaultBatchIterator, StoreBatchIterator
+    from nemo_aligner.data.nlp.samplers import DefaultBatchIterator, StoreBatchIterator
     from nemo_aligner.training.optim import train_on_batch
 
     model = countdown.load_actor(at, **sizes_of(GLOBAL_BATCH))

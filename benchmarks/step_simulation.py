@@ -4,7 +4,7 @@
 
 What is simulated is what the code does: `generation/engine.py` keeps `slots` samples of a replica
 in its batch and admits the next ones when an eighth of the slots is free; prompts come in
-micro-batches, dealt out beforehand or drawn from one queue (`data/nlp/batch_iterators.py`); each
+micro-batches, dealt out beforehand or drawn from one queue (`data/nlp/samplers.py`); each
 `micro_batch` of finished responses is a request to the critic, which takes one request after the
 other (`algorithms/critic_server_trainer.py`); then follow log-probs, the rest of the scores, and
 the updates. Seconds come from `Costs`. Nothing is drawn at random: lengths are given.

@@ -8,6 +8,7 @@ The first part, up to the line `MARK`, is written by hand. A section of the seco
 `SECTIONS`, which returns Markdown. A test compares the page with what this script writes.
 """
 
+import re
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
@@ -140,10 +141,14 @@ MARK = "<!-- Written by scripts/migration_page.py from here on; do not edit. -->
 def table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
     """A Markdown table."""
     lines = [head, ("---",) * len(head), *rows]
-    return "\n".join(
-        "| " + " | ".join(cell.replace("|", "\\|").replace("<", "&lt;") for cell in row) + " |"
-        for row in lines
-    )
+    return "\n".join("| " + " | ".join(escaped(cell) for cell in row) + " |" for row in lines)
+
+
+def escaped(cell: str) -> str:
+    """A cell whose text between backticks stays as it is."""
+    pieces = cell.replace("|", "\\|").split("`")
+    pieces[::2] = [piece.replace("<", "&lt;") for piece in pieces[::2]]
+    return "`".join(pieces)
 
 
 def code(names: Iterable[object]) -> str:
@@ -151,16 +156,31 @@ def code(names: Iterable[object]) -> str:
     return ", ".join(f"`{name}`" for name in names)
 
 
+def grouped(rows: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Rows that differ in their first cell only, as one with all these cells."""
+    groups: dict[tuple[str, ...], list[str]] = defaultdict(list)
+    for first, *others in rows:
+        groups[tuple(others)].append(first)
+    return [(", ".join(firsts), *others) for others, firsts in groups.items()]
+
+
+def some_of(names: Iterable[str], every: Iterable[str]) -> str:
+    """Names in words: all, all but a few, or each."""
+    named, left = list(names), [name for name in every if name not in names]
+    few = f"all but {code(left)}" if len(left) < len(named) else code(named)
+    return few if left else "all"
+
+
 def scripts() -> str:
     """Which scripts run as they are."""
-    rows = [
+    rows = grouped(
         (
             f"`{script}`",
             "runs as it is" if not names else "runs as it is with `python -m nemo_aligner.compat`",
             code(names) or "none",
         )
         for script, names in SCRIPTS.items()
-    ]
+    )
     others = [(name, ", ".join(scripts)) for name, scripts in OTHER_SCRIPTS.items()]
     data = [
         (", ".join(OWN_DATA_SCRIPTS), "this package's scripts of the same path and arguments"),
@@ -185,37 +205,31 @@ def scripts() -> str:
 
 The steps of a script (`init_using_ptl`, `init_peft`, `add_custom_checkpoint_callback`, ...) keep
 their names and their order; `nemo_aligner/launch/script_steps.py` has them. NeMo's own
-`exp_manager` may be called; its checkpoint callback says where checkpoints go and which are kept,
-and this package writes and finds them. `exp_manager=null` works where the script itself allows it,
-which `train_gpt_rs_actor.py` does not: it reads `cfg.exp_manager.get(...)`. A script without the
-decorator `user_errors_end_the_job` ends an error of a user with a traceback, which this package's
-own scripts do not.
+`exp_manager` may be called: its checkpoint callback says where checkpoints go and which are kept.
+`exp_manager=null` works where the script itself allows it, which `train_gpt_rs_actor.py` does not.
 
 NeMo 3 has no `nemo.collections.nlp`. `python -m nemo_aligner.compat script.py key=value ...` runs
-a script in which these modules can be imported; nothing else differs, and no normal import of
-this package changes anything. Under torchrun: `torchrun --nproc_per_node=2 -m
-nemo_aligner.compat script.py ...`. Otherwise remove or replace the import lines:
+a script in which these names can be imported; otherwise replace the import lines:
 
 {
         table(
-            ("Module of NeMo", "Name", "Stands in"),
-            [
+            ("Name", "Module of NeMo", "Module here"),
+            grouped(
                 (
+                    f"`{name}`" + ("" if own_name == name else f" (here `{own_name}`)"),
                     f"`{module}`",
-                    f"`{name}`",
-                    f"`{own.partition(':')[2]}` of `{own.partition(':')[0]}`",
+                    f"`{own_module}`",
                 )
                 for module, names in STAND_INS.items()
                 for name, own in names.items()
-            ],
+                for own_module, own_name in [own.split(":")]
+            ),
         )
     }
 
 They call NeMo's `exp_manager`, which writes TensorBoard files but no `metrics.jsonl`. Their
-configuration is checked as that of this package's own scripts in `examples/nlp/gpt`, with the
-warnings below about keys and forms, where they call `load_and_override_model_config`. An unknown
-key is not refused there but gets a warning, since a script of your own may read it. Whether actor
-and critic resume from the same step is compared by `PPOTrainer.fit`.
+configuration is checked where they call `load_and_override_model_config`; an unknown key gets a
+warning, since a script of your own may read it.
 
 NeMo-Aligner's last revision has `pytorch_lightning` in `serve_reward_model.py`, whose trainer
 takes no `NLPDDPStrategy`: write `lightning.pytorch` there, as in 0.7.0.
@@ -233,9 +247,10 @@ Its scripts that write data are not here:
 def commands() -> str:
     """The forms of a command line, and each documented command."""
     documented = documented_commands()
-    told = [row for row in documented if row[-1] != "accepted"]
-    forms = [(old.form, code(old.jobs), old.happens) for old in OLD_FORMS]
-    later = [(f"`{key}`", f"`{job}`", remedy) for (job, key), (_, remedy) in LATER.items()]
+    told = grouped(row for row in documented if row[-1] != "accepted")
+    every = [config for config, keys in INERT.items() if keys]
+    forms = [(old.form, some_of(old.jobs, every), old.happens) for old in OLD_FORMS]
+    later = grouped((f"`{key}`", f"`{job}`", remedy) for (job, key), (_, remedy) in LATER.items())
     return f"""## Commands
 
 `key=value`, `+key=`, `++key=`, `~key`, `--config-path`, `--config-name` and `--config-dir` mean
@@ -243,7 +258,7 @@ what they meant. `python script.py trainer.devices=N` starts the other processes
 srun and mpirun work as well.
 
 Of the {len(documented)} commands that NeMo-Aligner documents and tests,
-{len(documented) - len(told)} are accepted as they are. The others:
+{sum(row[-1] == "accepted" for row in documented)} are accepted as they are. The others:
 
 {table(("Where", "Script", "Here"), told)}
 
@@ -275,30 +290,31 @@ def yaml_keys() -> str:
     configurations = [name for name, keys in INERT.items() if keys]
     for config in configurations:
         for key, inert in sorted(INERT[config].items()):
-            by_reason[inert.reason][key].add(config)
+            by_reason[of_any_job(inert.reason)][of_any_set(key)].add(config)
     rows = []
     for reason, keys in by_reason.items():
         files: dict[tuple[str, ...], list[str]] = defaultdict(list)
         for key, configs in sorted(keys.items()):
             files[tuple(name for name in configurations if name in configs)].append(key)
         for configs, names in files.items():
-            where = "all" if len(configs) == len(configurations) else code(configs)
-            rows.append((code(names), where, reason))
-    values = [
+            rows.append((code(names), some_of(configs, configurations), reason))
+    values = grouped(
         (
             f"`{key}`",
             ", ".join(f"`{v}`" if v != "" else "(empty)" for v in accepted) or "no value",
             remedy,
         )
         for key, (accepted, remedy) in ONLY.items()
-    ]
+    )
     return f"""## YAML keys
 
 NeMo-Aligner's keys are accepted; missing ones have the defaults of [Configuration](config.md). A
 key that nobody knows is refused with the nearest known one (in other scripts than this package's
 own: a warning).
 
-Keys without effect. You get a warning if yours has a value that did something in NeMo-Aligner:
+Keys without effect; `<algorithm>` is that of the file, such as `ppo`, and `<set>` is `train_ds`,
+`validation_ds` or `test_ds`. You get a warning if yours has a value that did something in
+NeMo-Aligner:
 
 {table(("Keys", "YAML files", "Why"), rows)}
 
@@ -307,19 +323,31 @@ Keys of which only these values are accepted:
 {table(("Key", "Values", "Otherwise"), values)}"""
 
 
+def of_any_job(text: str) -> str:
+    """Keys of an algorithm's section under one name."""
+    return re.sub(r"(?<=\.)(ppo|rs|reinforce|spin)(?=\.)", "<algorithm>", text)
+
+
+def of_any_set(key: str) -> str:
+    """Such a key, and one of the three sets of data."""
+    return re.sub(r"(?<=\.)(train|validation|test)_ds(?=\.)", "<set>", of_any_job(key))
+
+
 def names() -> str:
     """Python names and calls."""
-    retired = [
-        (f"`{module}`", f"`{name}`", instead)
+    retired = grouped(
+        (f"`{name}`", f"`{module}`", instead)
         for module, entries in RETIRED.items()
         for name, instead in entries.items()
-    ]
-    changed = [
+    )
+    changed = grouped(
         (f"`{where.partition(':')[2]}`", f"`{where.partition(':')[0]}`", instead)
         for where, instead in CHANGED_CALLS.items()
-    ]
-    hooks = [(f"`{name}`", instead) for name, instead in RETIRED_HOOKS.items()]
-    absent = [(f"`{name.removeprefix('nemo_aligner.')}`", what) for name, what in NOT_HERE.items()]
+    )
+    hooks = grouped((f"`{name}`", instead) for name, instead in RETIRED_HOOKS.items())
+    absent = grouped(
+        (f"`{name.removeprefix('nemo_aligner.')}`", what) for name, what in NOT_HERE.items()
+    )
     return f"""## Names
 
 Every public function, class and method of NeMo-Aligner's modules for PPO, rejection sampling, SFT
@@ -328,7 +356,7 @@ and reward models can be imported at its path, and its calls bind as they did
 
 Names that can be imported, with a warning, but cannot be used:
 
-{table(("Module", "Name", "Instead"), retired)}
+{table(("Name", "Module", "Instead"), retired)}
 
 Calls that need another form:
 
@@ -350,7 +378,7 @@ def recipes() -> str:
     """Optimizers, schedules, losses and forms of data by name."""
     optimizers = [(code(OPTIMIZERS), "supported")]
     optimizers.append((code(OTHER_OPTIMIZERS), "refused: Megatron Core has Adam and SGD only"))
-    schedules = [(f"`{name}`", code(kind.keys)) for name, kind in SCHEDULES.items()]
+    schedules = grouped((f"`{name}`", code(kind.keys)) for name, kind in SCHEDULES.items())
     no_schedules = [(f"`{name}`", f"refused: {why}") for name, why in OTHER_SCHEDULES.items()]
     data = [(f"`{name}`", holds) for name, holds in DATA_IMPLS.items()]
     no_data = [(f"`{name}`", f"refused: {remedy}") for name, remedy in OTHER_DATA_IMPLS.items()]
@@ -391,12 +419,12 @@ def checkpoints() -> str:
             "resumes, at any split",
         )
     )
-    libraries = [
+    libraries = grouped(
         (f"`{name}`", f"`{each.reads}`", each.note)
         if each.reads
         else (f"`{name}`", "none", f"refused: {each.note}")
         for name, each in LIBRARIES.items()
-    ]
+    )
     return f"""## Checkpoints
 
 {table(("Form", "Recognised by", "Here"), rows)}

@@ -195,12 +195,9 @@ def write_tokenizer(
     tokenizer.add_special_tokens(list(dict.fromkeys(special)))
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": family.eos,
-        "model_max_length": 4096,
-        "chat_template": family.template if template is None else template,
-    } | ({"bos_token": family.bos} if family.bos else {})
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": family.eos}
+    config |= {"model_max_length": 4096, "chat_template": template or family.template}
+    config |= {"bos_token": family.bos} if family.bos else {}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return str(folder)
 

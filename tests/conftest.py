@@ -98,11 +98,8 @@ def tiny_tokenizer_dir(tmp_path_factory) -> str:
     tokenizer.add_special_tokens([END_OF_TEXT])
     folder = tmp_path_factory.mktemp("tokenizer")
     tokenizer.save(str(folder / "tokenizer.json"))
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": END_OF_TEXT,
-        "model_max_length": 1024,
-    }
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_TEXT}
+    config["model_max_length"] = 1024
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return str(folder)
 
@@ -126,11 +123,9 @@ def bos_tokenizer_dir(tiny_tokenizer_dir, tmp_path_factory) -> str:
     shutil.copytree(tiny_tokenizer_dir, folder)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.add_special_tokens(["<s>"])
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="<s> $A",
-        pair="<s> $A <s> $B",
-        special_tokens=[("<s>", tokenizer.token_to_id("<s>"))],
-    )
+    begin = {"single": "<s> $A", "pair": "<s> $A <s> $B"}
+    special = [("<s>", tokenizer.token_to_id("<s>"))]
+    tokenizer.post_processor = processors.TemplateProcessing(**begin, special_tokens=special)
     tokenizer.save(str(folder / "tokenizer.json"))
     config = json.loads((folder / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").write_text(json.dumps(config | {"bos_token": "<s>"}))
@@ -158,15 +153,10 @@ def tiny_sentencepiece_model(tmp_path_factory) -> str:
 
     path = tmp_path_factory.mktemp("sentencepiece") / "tokenizer.model"
     model = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(CORPUS),
-        model_writer=model,
-        vocab_size=330,
-        model_type="bpe",
-        byte_fallback=True,
-        hard_vocab_limit=False,
-        minloglevel=2,
-    )
+    options = {"model_type": "bpe", "byte_fallback": True, "hard_vocab_limit": False}
+    options |= {"minloglevel": 2}
+    train = sentencepiece.SentencePieceTrainer.train
+    train(sentence_iterator=iter(CORPUS), model_writer=model, vocab_size=330, **options)
     path.write_bytes(model.getvalue())
     return str(path)
 
@@ -194,4 +184,28 @@ def models(tiny_tokenizer_dir, tmp_path_factory) -> Path:
 
     folder = tmp_path_factory.mktemp("models")
     matrix.write_models(tiny_tokenizer_dir, folder)
+    return folder
+
+
+PROMPTS = ["the film", "a dull plot and", "I loved the music", "Review: the story is"]
+PROMPTS += ["the first scene", "a long evening"]
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory, tiny_tokenizer_dir):
+    """For jobs of PPO and its like: a policy and a reward model (random weights) as .nemo files,
+    and prompts.
+    """
+    from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
+    from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRewardModel
+    from tests.tiny_models import tiny_config
+
+    folder = tmp_path_factory.mktemp("ppo")
+    policy = tiny_config(tiny_tokenizer_dir, seed=3)
+    MegatronGPTModel(policy).save_to(str(folder / "policy.nemo"))
+    own = {"seed": 4, "output_sequence": False, "force_head_dtype": "float32"}
+    reward = tiny_config(tiny_tokenizer_dir, **own)
+    MegatronGPTRewardModel(reward).save_to(str(folder / "rm.nemo"))
+    lines = [json.dumps({"text": f"{PROMPTS[i % len(PROMPTS)]} {i}"}) for i in range(48)]
+    (folder / "prompts.jsonl").write_text("\n".join([*lines, ""]))
     return folder

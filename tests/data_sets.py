@@ -16,13 +16,8 @@ from nemo_aligner.data.nlp.builders import (
 )
 
 # Tokens of NeMo's chat format that a tokenizer of bytes has.
-MARKS = {
-    "system_turn_start": "\x00",
-    "turn_start": "\x11",
-    "label_start": "\x12",
-    "end_of_turn": "\n",
-    "end_of_name": "\n",
-}
+MARKS = {"system_turn_start": "\x00", "turn_start": "\x11", "label_start": "\x12"}
+MARKS |= {"end_of_turn": "\n", "end_of_name": "\n"}
 
 
 def build(
@@ -40,16 +35,9 @@ def build(
     cfg = {"seed": 1, "data": {"seq_length": 32, "num_workers": 0, **data}}
     cfg |= {"ppo": {"length_params": {"max_length": 12}}, **(model or {})}
     prefix = OmegaConf.create(data_prefix) if isinstance(data_prefix, dict | list) else data_prefix
-    return function(
-        cfg=OmegaConf.create(cfg),
-        data_prefix=prefix,
-        data_impl=impl,
-        splits_string=splits,
-        train_valid_test_num_samples=list(samples),
-        seq_length=seq_length,
-        seed=1,
-        tokenizer=tokenizer,
-    )
+    given = {"data_prefix": prefix, "data_impl": impl, "splits_string": splits, "seed": 1}
+    given |= {"train_valid_test_num_samples": list(samples), "seq_length": seq_length}
+    return function(cfg=OmegaConf.create(cfg), tokenizer=tokenizer, **given)
 
 
 build_prompts = partial(build, build_train_valid_test_rlhf_datasets)

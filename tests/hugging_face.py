@@ -16,37 +16,16 @@ from safetensors.torch import load_file, save_file
 
 VOCAB, HIDDEN, FFN, LAYERS, HEADS, GROUPS, POSITIONS = 384, 32, 48, 2, 4, 2, 1300
 HEAD = 8
-SIZES = dict(
-    vocab_size=VOCAB,
-    hidden_size=HIDDEN,
-    intermediate_size=FFN,
-    num_hidden_layers=LAYERS,
-    num_attention_heads=HEADS,
-    num_key_value_heads=GROUPS,
-    max_position_embeddings=POSITIONS,
-    initializer_range=0.15,
-    tie_word_embeddings=False,
-)
-LLAMA_3 = dict(
-    rope_type="llama3",
-    rope_theta=500000.0,
-    factor=8.0,
-    low_freq_factor=1.0,
-    high_freq_factor=4.0,
-    original_max_position_embeddings=8192,
-)
+SIZES = dict(vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=FFN, num_hidden_layers=LAYERS)
+SIZES |= dict(num_attention_heads=HEADS, num_key_value_heads=GROUPS, initializer_range=0.15)
+SIZES |= dict(max_position_embeddings=POSITIONS, tie_word_embeddings=False)
+LLAMA_3 = dict(rope_type="llama3", rope_theta=500000.0, factor=8.0, low_freq_factor=1.0)
+LLAMA_3 |= dict(high_freq_factor=4.0, original_max_position_embeddings=8192)
 EXPERTS, EXPERT_FFN, SHARED_FFN = 4, 24, 40
 # Keys that all of NeMo's converters set, and those of its Llama configuration.
-NEMO = dict(
-    num_layers=LAYERS,
-    hidden_size=HIDDEN,
-    ffn_hidden_size=FFN,
-    num_attention_heads=HEADS,
-    num_query_groups=GROUPS,
-    encoder_seq_length=POSITIONS,
-    max_position_embeddings=POSITIONS,
-    layernorm_epsilon=1e-6,
-)
+NEMO = dict(num_layers=LAYERS, hidden_size=HIDDEN, ffn_hidden_size=FFN, num_query_groups=GROUPS)
+NEMO |= dict(num_attention_heads=HEADS, encoder_seq_length=POSITIONS, layernorm_epsilon=1e-6)
+NEMO["max_position_embeddings"] = POSITIONS
 NEMO_LLAMA = NEMO | dict(
     normalization="rmsnorm",
     activation="fast-swiglu",
@@ -109,20 +88,11 @@ def _gpt2() -> torch.nn.Module:
 _GELU_WITH_BIAS = dict(
     normalization="layernorm", activation="gelu", bias=True, bias_activation_fusion=True
 )
-_EXPERTS = dict(
-    num_experts=EXPERTS,
-    num_experts_per_tok=3,
-    moe_intermediate_size=EXPERT_FFN,
-)
+_EXPERTS = dict(num_experts=EXPERTS, num_experts_per_tok=3, moe_intermediate_size=EXPERT_FFN)
 _NEMO_EXPERTS = dict(num_moe_experts=EXPERTS, moe_router_topk=3, moe_ffn_hidden_size=EXPERT_FFN)
-_GEMMA = NEMO_LLAMA | dict(
-    kv_channels=16,
-    activation="geglu",
-    openai_gelu=True,
-    apply_embedding_scaling=True,
-    layernorm_zero_centered_gamma=True,
-    share_embeddings_and_output_weights=True,
-)
+_GEMMA = NEMO_LLAMA | dict(kv_channels=16, activation="geglu", openai_gelu=True)
+_GEMMA |= dict(apply_embedding_scaling=True, layernorm_zero_centered_gamma=True)
+_GEMMA["share_embeddings_and_output_weights"] = True
 _OLMO = NEMO_LLAMA | dict(qk_layernorm=True, qk_layernorm_all_heads=True, norm_position="after")
 _GLM = NEMO_LLAMA | dict(qkv_bias=True, rotary_interleaved=True, rotary_percentage=0.5)
 MODELS = {
@@ -146,10 +116,7 @@ MODELS = {
         ),
     ),
     # Hugging Face counts a position's own in its window, Megatron Core and NeMo do not.
-    "Mistral": Model(
-        rms("Mistral", sliding_window=100),
-        NEMO_LLAMA | dict(window_size=[99, 0]),
-    ),
+    "Mistral": Model(rms("Mistral", sliding_window=100), NEMO_LLAMA | dict(window_size=[99, 0])),
     "Qwen 2": Model(rms("Qwen2"), NEMO_LLAMA | dict(qkv_bias=True)),
     "Qwen 2, windows in the later layers": Model(
         rms("Qwen2", use_sliding_window=True, sliding_window=100, max_window_layers=1),
@@ -216,8 +183,7 @@ MODELS = {
         NEMO_LLAMA | dict(no_rope_freq=2),
     ),
     "Qwen 3": Model(
-        rms("Qwen3", head_dim=16),
-        NEMO_LLAMA | dict(kv_channels=16, qk_layernorm=True),
+        rms("Qwen3", head_dim=16), NEMO_LLAMA | dict(kv_channels=16, qk_layernorm=True)
     ),
     # It stores queries, keys and values as one matrix, and the two halves of a SwiGLU.
     "Phi 3": Model(
@@ -396,14 +362,8 @@ MODELS = {
 
 # Sizes that divide into nothing: 301 ids, groups of three query heads, heads of another size than
 # hidden_size / heads.
-ODD = dict(
-    vocab_size=301,
-    hidden_size=36,
-    num_attention_heads=6,
-    num_key_value_heads=2,
-    head_dim=10,
-    num_hidden_layers=3,
-)
+ODD = dict(vocab_size=301, hidden_size=36, num_attention_heads=6, num_key_value_heads=2)
+ODD |= dict(head_dim=10, num_hidden_layers=3)
 # Models of the architectures that are read as folders of Hugging Face. The first words are the
 # architecture's.
 # Each unlike the others in its rows, norms, positions or experts

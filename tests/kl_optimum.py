@@ -187,13 +187,9 @@ def train(
             )
             update(optimizers[0], loss)
             if data_settings.estimator.needs_critic:
-                loss, _ = ppo_critic_loss(
-                    values=values[problem.states[drawn[part]]],
-                    prev_values=batch["values"],
-                    returns=batch["returns"],
-                    weights=weights,
-                    loss_clip_val=None,
-                )
+                old = {"prev_values": batch["values"], "returns": batch["returns"]}
+                own = values[problem.states[drawn[part]]]
+                loss, _ = ppo_critic_loss(values=own, **old, weights=weights, loss_clip_val=None)
                 update(optimizers[1], loss)
         for scheduler in schedulers:
             scheduler.step()
@@ -213,17 +209,10 @@ def main() -> None:
             for where in ("reward", "loss"):
                 cells = []
                 for estimator in ESTIMATORS:
-                    logits = (
-                        train(problem, estimator, kl_estimator=kl_estimator)
-                        if where == "reward"
-                        else train(
-                            problem,
-                            estimator,
-                            kl_penalty=0.0,
-                            kl_loss_coef=problem.beta,
-                            kl_loss_estimator=kl_estimator,
-                        )
-                    )
+                    of_loss = {"kl_penalty": 0.0, "kl_loss_coef": problem.beta}
+                    of_loss["kl_loss_estimator"] = kl_estimator
+                    own = {"kl_estimator": kl_estimator} if where == "reward" else of_loss
+                    logits = train(problem, estimator, **own)
                     gap = 100 * problem.gap_closed(logits)
                     cells.append(f"{estimator} {gap:6.1f} % (KL {problem.kl(logits):.2f})")
                 print(f"  {kl_estimator:3} in the {where:6}  " + "   ".join(cells), flush=True)

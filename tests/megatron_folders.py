@@ -46,19 +46,12 @@ FIELDS["moe"] = FIELDS["llama"] | {
     "moe_router_dtype": "fp32",
     "moe_layer_freq": [1] * 4,  # with a list the names of weights have the layers' numbers
 }
-ROPE = {
-    "position_embedding_type": "rope",
-    "rotary_base": 5000,
-    "share_embeddings_and_output_weights": False,
-}
-ARGUMENTS = {
-    "llama": {**ROPE, "rope_scaling": True, "rope_scaling_factor": 4.0},
-    "gpt2": {
-        "position_embedding_type": "learned_absolute",
-        "share_embeddings_and_output_weights": True,
-    },
-    "moe": ROPE,
-}
+ROPE = {"position_embedding_type": "rope", "rotary_base": 5000}
+ROPE["share_embeddings_and_output_weights"] = False
+LEARNED = {"position_embedding_type": "learned_absolute"}
+LEARNED["share_embeddings_and_output_weights"] = True
+ARGUMENTS = {"llama": {**ROPE, "rope_scaling": True, "rope_scaling_factor": 4.0}}
+ARGUMENTS |= {"gpt2": LEARNED, "moe": ROPE}
 # Of a command line of `pretrain_gpt.py`; a real one has some 700 names, most of them of this kind.
 TRAINING = {
     "tokenizer_type": "HuggingFaceTokenizer",
@@ -102,19 +95,10 @@ TRAINING = {
     "moe_ffn_hidden_size": None,
     "moe_router_topk": 2,
 }
-LLAMA = {
-    "group_query_attention": True,
-    "num_query_groups": 2,
-    "swiglu": True,
-    "add_bias_linear": False,
-    "normalization": "RMSNorm",
-    "norm_epsilon": 1e-6,
-    "untie_embeddings_and_output_weights": True,
-    "position_embedding_type": "rope",
-    "rotary_base": 5000,
-    "use_rope_scaling": True,
-    "rope_scaling_factor": 4.0,
-}
+LLAMA = {"group_query_attention": True, "num_query_groups": 2, "swiglu": True}
+LLAMA |= {"add_bias_linear": False, "normalization": "RMSNorm", "norm_epsilon": 1e-6}
+LLAMA |= {"untie_embeddings_and_output_weights": True, "position_embedding_type": "rope"}
+LLAMA |= {"rotary_base": 5000, "use_rope_scaling": True, "rope_scaling_factor": 4.0}
 EXPERTS = {"num_experts": 4, "moe_ffn_hidden_size": 24, "use_rope_scaling": False}
 EXPERTS |= {"qk_layernorm": True, "moe_layer_freq": [1] * 4}
 ARGS = {"llama": LLAMA, "gpt2": {}, "moe": LLAMA | EXPERTS}
@@ -127,23 +111,14 @@ def args_of(kind: str, **changes) -> argparse.Namespace:
 
 def gpt(kind: str, **fields) -> GPTModel:
     """A model of Megatron Core with random weights."""
-    parallel_state.initialize(
-        tensor_model_parallel_size=1,
-        pipeline_model_parallel_size=1,
-        virtual_pipeline_model_parallel_size=None,
-        context_parallel_size=1,
-        expert_model_parallel_size=1,
-        seed=1,
-    )
+    names = "tensor_model", "pipeline_model", "context", "expert_model"
+    sizes = {f"{name}_parallel_size": 1 for name in names}
+    sizes["virtual_pipeline_model_parallel_size"] = None
+    parallel_state.initialize(seed=1, **sizes)
     torch.manual_seed(3)
-    config = TransformerConfig(
-        **SIZES,
-        **(FIELDS[kind] | fields),
-        init_method_std=0.1,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        use_cpu_initialization=True,
-    )
+    plain = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "use_cpu_initialization": True}
+    keys = FIELDS[kind] | fields
+    config = TransformerConfig(**SIZES, **keys, init_method_std=0.1, **plain)
     if kind == "moe":  # Megatron Core's router needs Transformer Engine
         spec = build_layer_spec(config)
     else:

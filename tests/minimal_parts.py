@@ -5,6 +5,7 @@ nothing else. `run` drives a trainer with them.
 """
 
 import collections
+import functools
 import types
 
 import torch
@@ -68,11 +69,8 @@ class Model(AlignableGenerativeInterface):
             self.seen[int(row[0])] += 1  # the responses to a prompt differ
             row[2:] = row[1] * self.seen[int(row[0])] + torch.arange(1, 1 + NEW_TOKENS)
         lengths = inference_batch["length"]
-        rollout = {
-            "response_tokens": tokens,
-            "response_lengths": lengths + NEW_TOKENS,
-            "prompt_lengths": lengths,
-        }
+        rollout = {"response_tokens": tokens, "response_lengths": lengths + NEW_TOKENS}
+        rollout["prompt_lengths"] = lengths
         # NeMo-Aligner's policy for rejection sampling gives no `is_end`.
         return rollout if self.section == "rs" else rollout | {"is_end": lengths > 0}
 
@@ -223,12 +221,9 @@ def run(section, steps=9, client=None, checkpoints=None):
         cls = {"ppo": ppo.PPOTrainer, "reinforce": reinforce.ReinforceTrainer}[section]
         trainer = cls(*first, loader, loader, collate, client, batch_iterator, *last)
     elif section == "rs":
-        loaders = [
-            torch.utils.data.DataLoader(
-                Prompts(), batch_sampler=loader().batch_sampler, collate_fn=collate
-            )
-            for _ in range(2)
-        ]
+        samplers = [loader().batch_sampler for _ in range(2)]
+        make = functools.partial(torch.utils.data.DataLoader, Prompts(), collate_fn=collate)
+        loaders = [make(batch_sampler=sampler) for sampler in samplers]
         trainer = rs.RSTrainer(*first, *loaders, *last, 4, 1, client)
     else:
         numbers = torch.utils.data.DataLoader(
@@ -241,11 +236,7 @@ def run(section, steps=9, client=None, checkpoints=None):
         trainer.fit()
     except JobStopped as stopped:
         ending = stopped.reason
-    return {
-        "weight": model.weight.item(),
-        "saves": checkpoints.saves,
-        "logged": {name for name in logger.names if "/" not in name or "timers" not in name},
-        "waited": client.waited,
-        "ending": ending,
-        "step": trainer.state_dict()["step"],
-    }
+    logged = {name for name in logger.names if "/" not in name or "timers" not in name}
+    told = {"weight": model.weight.item(), "saves": checkpoints.saves, "logged": logged}
+    told |= {"waited": client.waited, "ending": ending}
+    return told | {"step": trainer.state_dict()["step"]}

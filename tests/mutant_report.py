@@ -20,10 +20,8 @@ def _is_assertion(error: BaseException) -> bool:
     """
     if isinstance(error, (AssertionError, pytest.fail.Exception, TimeoutError)):
         return True
-    return (
-        isinstance(error, RuntimeError)
-        and re.search(r"^(AssertionError|Failed)\b", str(error), re.MULTILINE) is not None
-    )
+    failed = re.search(r"^(AssertionError|Failed)\b", str(error), re.MULTILINE)
+    return isinstance(error, RuntimeError) and failed is not None
 
 
 @pytest.hookimpl(wrapper=True)

@@ -101,15 +101,9 @@ def run_tests(copy: Path, tests: tuple[str, ...]) -> tuple[dict[str, str], str]:
     options = "-q -W ignore -p no:cacheprovider -p tests.mutant_report --tb=short".split()
     command = [sys.executable, "-m", "pytest", *options, "--rootdir", str(copy), *tests]
     try:
-        done = subprocess.run(
-            command,
-            cwd=copy,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=TIME_LIMIT_S,
-        )
+        options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        options["timeout"] = TIME_LIMIT_S
+        done = subprocess.run(command, cwd=copy, env=environment, **options)
     except subprocess.TimeoutExpired:
         return {}, f"no end after {TIME_LIMIT_S} s"
     if not report.exists():
@@ -135,10 +129,8 @@ def judge(mutant: Mutant, copy: Path) -> tuple[bool, str]:
         path.write_text(original)
     noticed = [test for test, outcome in outcomes.items() if outcome == "assertion"]
     if noticed:
-        return (
-            True,
-            f"{len(noticed)} of {len(outcomes)} tests fail, e.g. {noticed[0].rpartition('/')[2]}",
-        )
+        first = noticed[0].rpartition("/")[2]
+        return True, f"{len(noticed)} of {len(outcomes)} tests fail, e.g. {first}"
     if any(outcome == "error" for outcome in outcomes.values()) or not outcomes:
         return False, f"no test fails by an assertion, but something breaks:\n{output[-3000:]}"
     return False, f"SURVIVES {len(outcomes)} tests"
@@ -151,10 +143,8 @@ def check_untouched(copy: Path, mutants: list[Mutant]) -> str | None:
     failed = [test for test, outcome in outcomes.items() if outcome != "passed"]
     empty = [test for test in tests if not any(name.startswith(test) for name in outcomes)]
     if failed or empty or not outcomes:
-        return (
-            f"without a fault these fail: {failed}, and these ran nothing: {empty}\n"
-            f"{output[-5000:]}"
-        )
+        said = f"without a fault these fail: {failed}, and these ran nothing: {empty}"
+        return f"{said}\n{output[-5000:]}"
     print(f"{len(outcomes)} tests pass without a fault", flush=True)
     return None
 
@@ -164,25 +154,18 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("names", nargs="*", help="only faults whose name holds one of these")
-    parser.add_argument(
-        "--jobs", type=int, default=2, help="faults at a time, each in a copy of its own"
-    )
+    parser.add_argument("--jobs", type=int, default=2, help="faults at a time, each in its copy")
     arguments = parser.parse_args()
     wanted = arguments.names
-    mutants = [
-        mutant for mutant in MUTANTS if not wanted or any(name in mutant.name for name in wanted)
-    ]
+    named = lambda mutant: not wanted or any(name in mutant.name for name in wanted)
+    mutants = [mutant for mutant in MUTANTS if named(mutant)]
     if not mutants:
-        print(
-            f"no fault is named like {wanted}; there are: "
-            + "; ".join(mutant.name for mutant in MUTANTS)
-        )
+        names = "; ".join(mutant.name for mutant in MUTANTS)
+        print(f"no fault is named like {wanted}; there are: {names}")
         return 1
     start = time.monotonic()
-    with (
-        tempfile.TemporaryDirectory(prefix="mutants-") as folder,
-        ThreadPoolExecutor(arguments.jobs) as pool,
-    ):
+    pool = ThreadPoolExecutor(arguments.jobs)
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder, pool:
         copies = queue.SimpleQueue()
         for job in range(arguments.jobs):
             copies.put(copy_repository(Path(folder) / str(job)))
@@ -203,15 +186,10 @@ def main() -> int:
         survivors = 0
         for mutant, caught, seen, seconds in pool.map(one, mutants):
             survivors += not caught
-            print(
-                f"{'caught' if caught else 'MISSED'} {seconds:5.0f} s  "
-                f"{mutant.name}\n{'':14}{seen}",
-                flush=True,
-            )
-    print(
-        f"{len(mutants) - survivors} of {len(mutants)} faults are caught, in "
-        f"{time.monotonic() - start:.0f} s"
-    )
+            word = "caught" if caught else "MISSED"
+            print(f"{word} {seconds:5.0f} s  {mutant.name}\n{'':14}{seen}", flush=True)
+    caught, seconds = len(mutants) - survivors, time.monotonic() - start
+    print(f"{caught} of {len(mutants)} faults are caught, in {seconds:.0f} s")
     return 1 if survivors else 0
 
 

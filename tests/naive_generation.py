@@ -86,13 +86,10 @@ def naive_generate(
         if len(ids) >= limit:
             break
         positions = torch.arange(len(ids)).unsqueeze(0)
-        logits = (
-            model.model[0](torch.tensor([ids]), positions, None)[0, -1].float().tolist()[:vocab]
-        )
-        shape = dict(
-            penalty=params.repetition_penalty,
-            forbidden=end_ids if drawn + step < params.min_length else [],
-        )
+        logits = model.model[0](torch.tensor([ids]), positions, None)[0, -1]
+        logits = logits.float().tolist()[:vocab]
+        early = drawn + step < params.min_length
+        shape = dict(penalty=params.repetition_penalty, forbidden=end_ids if early else [])
         if params.use_greedy:
             probabilities = naive_probabilities(logits, ids, **shape)
             token = probabilities.index(max(probabilities))

@@ -22,15 +22,13 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from omegaconf import OmegaConf
 
 from nemo_aligner.checkpoint import dist_ckpt
-from nemo_aligner.checkpoint.file_references import unmarked
+from nemo_aligner.checkpoint.data_only import unmarked
 
 COLUMN = ("word_embeddings.weight", "output_layer.weight")
 COLUMN += ("linear_qkv.weight", "linear_qkv.bias", "linear_fc1.weight", "linear_fc1.bias")
 ROW = ("linear_proj.weight", "linear_fc2.weight")
-TE_NAMES = {
-    "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
-    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
-}
+TE_NAMES = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
+TE_NAMES["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
 
 
 def whole_weights(model) -> dict[str, torch.Tensor]:
@@ -143,16 +141,8 @@ def write_zarr_array(folder: Path, value: torch.Tensor, chunk_rows: int, dtype: 
     chunks = [1 if by_layer and axis == 0 else size for axis, size in enumerate(value.shape)]
     rows = 1 if by_layer else 0
     chunks[rows] = min(chunk_rows, chunks[rows])
-    described = {
-        "zarr_format": 2,
-        "shape": list(value.shape),
-        "chunks": chunks,
-        "dtype": dtype,
-        "compressor": None,
-        "fill_value": None,
-        "filters": None,
-        "order": "C",
-    }
+    described = {"zarr_format": 2, "shape": list(value.shape), "chunks": chunks, "dtype": dtype}
+    described |= {"compressor": None, "fill_value": None, "filters": None, "order": "C"}
     (folder / ".zarray").write_text(json.dumps(described | other))
     if dtype == "<f4":
         numbers = value.float().numpy()
@@ -173,13 +163,8 @@ def write_nemo2(model, folder: Path, model_class: str, config: dict, tokenizer: 
     (folder / "context").mkdir()
     (folder / "context" / "io.json").write_text("{}")
     target = f"nemo.collections.llm.gpt.model.{model_class.removesuffix('Model').lower()}."
-    described = {
-        "_target_": target + model_class,
-        "config": config,
-        "optim": None,
-        "tokenizer": tokenizer,
-        "model_transform": None,
-    }
+    described = {"_target_": target + model_class, "config": config, "optim": None}
+    described |= {"tokenizer": tokenizer, "model_transform": None}
     (folder / "context" / "model.yaml").write_text(yaml.safe_dump(described))
     dist_ckpt.save(under_prefix(model.sharded_weights(), "module."), folder / "weights")
     return folder

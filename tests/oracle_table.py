@@ -67,20 +67,17 @@ class Case:
         self.lengths = self.prompt_lengths + torch.randint(1, 8, (rows,), generator=random)
         columns = torch.arange(width)
         # By hand, not by create_mask: transitions of the response, [P-1, R-1).
-        self.keep = (columns >= self.prompt_lengths[:, None] - 1) & (
-            columns < self.lengths[:, None] - 1
-        )
+        start, end = self.prompt_lengths[:, None] - 1, self.lengths[:, None] - 1
+        self.keep = (columns >= start) & (columns < end)
         self.mask = self.keep.float()
         self.values, self.rewards, self.logprobs = (
             torch.randn(3, rows, width, generator=random) * self.mask
         )
-        self.ref_logprobs = (
-            self.logprobs + 0.5 * torch.randn(rows, width, generator=random)
-        ) * self.mask
+        moved = self.logprobs + 0.5 * torch.randn(rows, width, generator=random)
+        self.ref_logprobs = moved * self.mask
         self.scores = torch.randn(rows, generator=random)
-        self.prompts = torch.arange(GROUPS).repeat(GROUP_SIZE)[
-            torch.randperm(rows, generator=random)
-        ]
+        order = torch.randperm(rows, generator=random)
+        self.prompts = torch.arange(GROUPS).repeat(GROUP_SIZE)[order]
 
     def planted(self, x: Tensor) -> Tensor:
         return torch.where(self.keep, x, torch.nan)
@@ -96,7 +93,6 @@ class Case:
         """Token rewards whose sum over each sample is `scores`: what the critic-free estimators of
         verl read.
         """
-        shares = (
-            torch.rand(self.mask.shape, generator=torch.Generator().manual_seed(0)) * self.mask
-        )
+        drawn = torch.rand(self.mask.shape, generator=torch.Generator().manual_seed(0))
+        shares = drawn * self.mask
         return shares / shares.sum(1, keepdim=True) * self.scores[:, None]

@@ -141,11 +141,9 @@ def nemo_aligner_distillation(logits: torch.Tensor, *args: object) -> tuple[torc
     """Loss, KL and negative log-likelihood `[B, S]`, and the gradient of the sum of the loss, by
     `_TopKLogitsCrossEntropy` of NeMo-Aligner 0.7.0.
     """
-    alone = types.SimpleNamespace(
-        get_tensor_model_parallel_group=lambda: None,
-        get_tensor_model_parallel_rank=lambda: 0,
-        get_tensor_model_parallel_world_size=lambda: 1,
-    )
+    alone = types.SimpleNamespace(get_tensor_model_parallel_group=lambda: None)
+    alone.get_tensor_model_parallel_rank = lambda: 0
+    alone.get_tensor_model_parallel_world_size = lambda: 1
 
     class VocabUtility:
         @staticmethod
@@ -191,11 +189,8 @@ def nemo_aligner_kto(**config: object) -> Any:
     """The loss of `MegatronGPTKTOModel` of NeMo-Aligner 0.7.0, on one rank."""
     path = FOLDER / "nemo_aligner" / "models" / "nlp" / "gpt" / "megatron_gpt_kto_model.py"
     names = "get_reduced_masked_logps loss_func split_output_tensor"
-    mean = {
-        "average_losses_across_data_parallel_group": lambda losses: torch.cat(
-            [loss.reshape(1) for loss in losses]
-        )
-    }
+    joined = lambda losses: torch.cat([loss.reshape(1) for loss in losses])
+    mean = {"average_losses_across_data_parallel_group": joined}
     model = methods_of(path, "MegatronGPTKTOModel", names, **mean)()
     vars(model).update(config)
     return model

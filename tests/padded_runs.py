@@ -13,9 +13,8 @@ def as_padded():
 
     def plan(model_chunks, tokens, _lengths, micro_batch_size, _tokens, **options):
         options["keep_order"] = options["training"]
-        return micro_batches.plan_of_rank(
-            model_chunks, tokens, None, micro_batch_size, None, **options
-        )
+        sizes = None, micro_batch_size, None
+        return micro_batches.plan_of_rank(model_chunks, tokens, *sizes, **options)
 
     megatron_steps.plan_of_rank = plan
     try:

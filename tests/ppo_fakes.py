@@ -43,12 +43,9 @@ def collate(items):
     text = torch.full((len(items), longest + MAX_NEW_TOKENS), EOS)
     for row, item in zip(text, items, strict=True):
         row[: len(item["tokens"])] = item["tokens"]
-    return {
-        "text": text,
-        "length": torch.tensor([len(item["tokens"]) for item in items]),
-        "loss_multiplier": torch.ones(len(items)),
-        "idx": torch.tensor([item["idx"] for item in items]),
-    }
+    lengths = torch.tensor([len(item["tokens"]) for item in items])
+    batch = {"text": text, "length": lengths, "loss_multiplier": torch.ones(len(items))}
+    return batch | {"idx": torch.tensor([item["idx"] for item in items])}
 
 
 class SequentialSampler:
@@ -64,11 +61,8 @@ class SequentialSampler:
         self.drop_last = True
 
     def __iter__(self):
-        rank, size = (
-            parallel_state.get_data_parallel_rank(),
-            parallel_state.get_data_parallel_world_size(),
-        )
-        step = self.micro_batch_size * size
+        rank = parallel_state.get_data_parallel_rank()
+        step = self.micro_batch_size * parallel_state.get_data_parallel_world_size()
         for start in range(self.consumed_samples, self.total_samples - step + 1, step):
             first = start + rank * self.micro_batch_size
             yield list(range(first, first + self.micro_batch_size))
@@ -91,6 +85,12 @@ class FakeTokenizer:
 
     def ids_to_text(self, ids):
         return " ".join(map(str, ids))
+
+
+def sum_over_ranks(total):
+    if parallel_state.get_data_parallel_world_size() > 1:
+        torch.distributed.all_reduce(total, group=parallel_state.get_data_parallel_group())
+    return total
 
 
 class FakePolicy:
@@ -121,17 +121,12 @@ class FakePolicy:
             generator = torch.Generator().manual_seed(int(seed))
             new = torch.randint(1, VOCAB, (MAX_NEW_TOKENS,), generator=generator)
             row[prompt_length:length] = new[: length - prompt_length]
-        rollout = {
-            "response_tokens": tokens[:, : int(lengths.max())],
-            "response_lengths": lengths,
-            "prompt_lengths": prompt_lengths,
-            "is_end": lengths % 2 == 0,
-        }
+        rollout = {"response_tokens": tokens[:, : int(lengths.max())], "response_lengths": lengths}
+        rollout |= {"prompt_lengths": prompt_lengths, "is_end": lengths % 2 == 0}
         if batch.get("return_logprobs"):
             tokens = rollout["response_tokens"]
-            rollout["sampling_logprobs"] = self._logprobs(
-                tokens, self.weight + self.sampler_offset
-            )
+            weight = self.weight + self.sampler_offset
+            rollout["sampling_logprobs"] = self._logprobs(tokens, weight)
         return rollout
 
     def _logprobs(self, tokens, weight):
@@ -166,9 +161,7 @@ class FakePolicy:
         moved = self._logprobs(batch["response_tokens"], self.weight) - batch["prev_logprobs"]
         kl = torch.where(mask, moved.exp() - 1 - moved, 0).double().sum()
         total = torch.stack([gradient, kl, mask.double().sum()])
-        if parallel_state.get_data_parallel_world_size() > 1:
-            torch.distributed.all_reduce(total, group=parallel_state.get_data_parallel_group())
-        self.gradient, kl, count = total.tolist()
+        self.gradient, kl, count = sum_over_ranks(total).tolist()
         return self.gradient, {"ppo_ratio": 1.0, "approx_kl": kl / count}
 
 
@@ -238,11 +231,8 @@ class FakeCritic:
         self.events.append("critic_train")
         self.train_batches.append({key: value.clone() for key, value in data.items()})
         failed = self.fail_at_train == len(self.train_batches) - 1
-        value = (
-            RuntimeError("remote traceback: critic lost")
-            if failed
-            else 0.25 * len(self.train_batches)
-        )
+        error = RuntimeError("remote traceback: critic lost")
+        value = error if failed else 0.25 * len(self.train_batches)
         return FakeFuture(self.events, "critic_train_result", value)
 
     def save(self, actor_step=None):
@@ -358,27 +348,36 @@ class FakeRunTimer:
 
 
 def config(**changes):
-    return OmegaConf.create(
-        {
-            "critic_warmup_steps": 0,
-            "max_epochs": 1,
-            "max_steps": -1,
-            "ppo_epochs": 1,
-            "val_check_interval": 0,
-            "save_interval": 0,
-            "gradient_clip_val": 1.0,
-            "initial_policy_kl_penalty": 0.01,
-            "use_absolute_kl": False,
-            "discount_factor": 1.0,
-            "gae_lambda": 0.95,
-            "normalize_advantages": True,
-            "rollout_batch_seq_length": None,
-            "alarms": None,
-            "model_gbs": 4,
-            "model_mbs": 2,
-        }
-        | changes
+    defaults = {"critic_warmup_steps": 0, "max_epochs": 1, "max_steps": -1, "ppo_epochs": 1}
+    defaults |= {"val_check_interval": 0, "save_interval": 0, "gradient_clip_val": 1.0}
+    defaults |= {"initial_policy_kl_penalty": 0.01, "use_absolute_kl": False}
+    defaults |= {"discount_factor": 1.0, "gae_lambda": 0.95, "normalize_advantages": True}
+    defaults |= {"rollout_batch_seq_length": None, "alarms": None, "model_gbs": 4, "model_mbs": 2}
+    return OmegaConf.create(defaults | changes)
+
+
+def among_fakes(trainer_class, policy, changes, time_limit=None, **parts):
+    """A trainer among fakes, `events` its record of calls."""
+    trainer = trainer_class(
+        cfg=config(**changes),
+        model=policy,
+        optimizer=FakeOptimizer(policy, policy.events),
+        scheduler=FakeScheduler(),
+        logger=FakeLogger(),
+        ckpt_callback=FakeCheckpoints(policy.events),
+        run_timer=FakeRunTimer(time_limit),
+        **parts,
     )
+    trainer.events = policy.events
+    return trainer
+
+
+def builders(rollout_size, micro_batch_size) -> dict:
+    """Of data loaders for 24 prompts."""
+    sizes = {"train": rollout_size, "val": 4}
+    build = functools.partial(dataloader_builder, micro_batch_size=micro_batch_size)
+    names = {f"{name}_dataloader_builder": size for name, size in sizes.items()}
+    return {name: functools.partial(build, size) for name, size in names.items()}
 
 
 def make_trainer(
@@ -396,38 +395,16 @@ def make_trainer(
     reward_weights=(),
     **changes,
 ):
-    """A trainer among fakes, `events` its record of calls; 24 prompts, rollouts of 8, global
-    batches of 4.
-    """
+    """24 prompts, rollouts of 8, global batches of 4."""
     events = []
-    policy = FakePolicy(events)
     critic_cls = FakeCritic if changes.get("advantage_estimator", "gae") == "gae" else FakeRewards
-    builder = builder or functools.partial(
-        dataloader_builder, rollout_size, micro_batch_size=micro_batch_size
-    )
-    trainer = PPOTrainer(
-        cfg=config(**changes),
-        model=policy,
-        optimizer=FakeOptimizer(policy, events),
-        scheduler=FakeScheduler(),
-        train_dataloader_builder=builder,
-        val_dataloader_builder=functools.partial(
-            dataloader_builder, 4, micro_batch_size=micro_batch_size
-        )
-        if has_validation
-        else None,
-        collate_fn=collate,
-        rm_critic=critic_cls(events, fail_at_train),
-        batch_iterator_cls=batch_iterator,
-        logger=FakeLogger(),
-        ckpt_callback=FakeCheckpoints(events),
-        run_timer=FakeRunTimer(time_limit),
-        num_rollouts_per_prompt=num_rollouts_per_prompt,
-        max_response_length=max_response_length,
-        kl_loss_coef=kl_loss_coef,
-        rollout_logprobs=rollout_logprobs,
-        reward_weights=reward_weights,
-        teacher=FakeTeacher(events) if changes.get("teacher_kl_coef") else None,
-    )
-    trainer.events = events
-    return trainer
+    data = builders(rollout_size, micro_batch_size)
+    data |= {"train_dataloader_builder": builder} if builder else {}
+    data |= {} if has_validation else {"val_dataloader_builder": None}
+    given = {**data, "collate_fn": collate, "rm_critic": critic_cls(events, fail_at_train)}
+    given |= {"batch_iterator_cls": batch_iterator}
+    given |= {"num_rollouts_per_prompt": num_rollouts_per_prompt}
+    given |= {"max_response_length": max_response_length, "kl_loss_coef": kl_loss_coef}
+    given |= {"rollout_logprobs": rollout_logprobs, "reward_weights": reward_weights}
+    given |= {"teacher": FakeTeacher(events) if changes.get("teacher_kl_coef") else None}
+    return among_fakes(PPOTrainer, FakePolicy(events), changes, time_limit, **given)

@@ -18,12 +18,7 @@ from tests import hugging_face
 from tests.tiny_models import tiny_config
 
 BATCH = 4
-RESPONSES = [
-    "was a joy",
-    " is dull, and far too long",
-    " bad",
-    "ly made, but well played; warm",
-]
+RESPONSES = ["was a joy", " is dull, and far too long", " bad", "ly made, but well played; warm"]
 CHAT = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}"
     "{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
@@ -51,9 +46,9 @@ class Log(list):
     def __init__(self):
         self.samples = []
 
-    def log_metrics(self, metrics, step=None, prefix=""):
-        if prefix == "train/":
-            self.append(metrics)
+    def log_metrics(self, metrics, step=None):
+        own = {k[6:]: value for k, value in metrics.items() if k.startswith("train/")}
+        self.extend([own] if own else [])
 
     def log_samples(self, name, rows, step=None):
         assert name == "train_samples"
@@ -89,9 +84,8 @@ def random_llama():
 
 def adamw(hf):
     """The optimizer of `job_of`."""
-    return torch.optim.AdamW(
-        hf.parameters(), lr=1e-3, betas=(0.9, 0.98), eps=1e-6, weight_decay=0.0
-    )
+    own = {"betas": (0.9, 0.98), "eps": 1e-6, "weight_decay": 0.0}
+    return torch.optim.AdamW(hf.parameters(), lr=1e-3, **own)
 
 
 def update(hf, optimizer, loss):

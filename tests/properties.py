@@ -13,10 +13,6 @@ TIMES = int(os.environ.get("PROPERTY_TIMES", "1"))
 
 def tried(examples: int) -> settings:
     """Settings of a test that tries `examples` inputs."""
-    return settings(
-        max_examples=examples * TIMES,
-        derandomize=True,
-        database=None,
-        deadline=None,
-        suppress_health_check=list(HealthCheck),
-    )
+    quiet = {"derandomize": True, "database": None, "deadline": None}
+    checks = list(HealthCheck)
+    return settings(max_examples=examples * TIMES, suppress_health_check=checks, **quiet)

@@ -35,7 +35,5 @@ def run_rank_threads(num_ranks: int, function: Callable) -> list:
             raise
 
     with ThreadPoolExecutor(num_ranks) as pool:
-        return [
-            future.result()
-            for future in [pool.submit(rank_main, rank) for rank in range(num_ranks)]
-        ]
+        futures = [pool.submit(rank_main, rank) for rank in range(num_ranks)]
+        return [future.result() for future in futures]

@@ -58,15 +58,9 @@ def update(model, optimizer, scheduler) -> Weights:
     tokens = torch.randint(0, 290, (4, 9), generator=torch.Generator().manual_seed(3))
     lengths = torch.tensor([9, 5, 7, 8])
     model.prepare_for_training_step()
-    model.get_loss_and_metrics(
-        {
-            "chosen": tokens,
-            "rejected": tokens.flip(0),
-            "chosen_length": lengths,
-            "rejected_length": lengths.flip(0),
-            "loss_mask": torch.ones(4, 9),
-        }
-    )
+    pairs = {"chosen": tokens, "rejected": tokens.flip(0), "loss_mask": torch.ones(4, 9)}
+    pairs |= {"chosen_length": lengths, "rejected_length": lengths.flip(0)}
+    model.get_loss_and_metrics(pairs)
     optimizer_step(optimizer, scheduler, 1.0)
     return weights_of(model)
 

@@ -1,11 +1,12 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A reward model and data loaders that, with the policy of `ppo_fakes`, run a whole `RSTrainer` in
-milliseconds.
+"""Policies, a reward model and data loaders that, with `ppo_fakes`, run a whole `RSTrainer` or
+`ReinforceTrainer` in milliseconds.
 """
 
 import torch
 
+from nemo_aligner.algorithms.reinforce import ReinforceTrainer
 from nemo_aligner.algorithms.rs import RSTrainer
 from nemo_aligner.core.types import Scores
 from nemo_aligner.data.nlp.samplers import (
@@ -14,32 +15,44 @@ from nemo_aligner.data.nlp.samplers import (
 )
 from nemo_aligner.parallel import parallel_state
 from tests.ppo_fakes import (
-    FakeCheckpoints,
     FakeFuture,
-    FakeLogger,
-    FakeOptimizer,
     FakePolicy,
-    FakeRunTimer,
-    FakeScheduler,
     Prompts,
+    among_fakes,
+    batch_iterator,
+    builders,
     collate,
-    config,
+    sum_over_ranks,
 )
 
 
 class FakeRSPolicy(FakePolicy):
     """The fake policy with the likelihood loss: masked sum of log-probs, over all ranks."""
 
+    scale = 100
+
+    def weights(self, batch):
+        return batch["mask"].bool(), 1.0
+
     def get_loss_and_metrics(self, batch, forward_only):
         assert not forward_only
         self.events.append("update")
         self.batches.append({key: value.clone() for key, value in batch.items()})
+        mask, weights = self.weights(batch)
         logprobs = self._logprobs(batch["response_tokens"], self.weight)
-        total = torch.where(batch["mask"].bool(), logprobs, 0).double().sum()
-        if parallel_state.get_data_parallel_world_size() > 1:
-            torch.distributed.all_reduce(total, group=parallel_state.get_data_parallel_group())
-        self.gradient = -total.item() / 100
+        total = sum_over_ranks(torch.where(mask, weights * logprobs, 0).double().sum())
+        self.gradient = -total.item() / self.scale
         return -total.item(), {}
+
+
+class FakeReinforcePolicy(FakeRSPolicy):
+    """With the loss of REINFORCE."""
+
+    scale = 1
+
+    def weights(self, batch):
+        advantages = (batch["rewards_with_kl"] - batch["baseline"])[:, None]
+        return batch["mask"].bool() & batch["is_end"][:, None], advantages
 
 
 class FakeRewardModel:
@@ -55,10 +68,8 @@ class FakeRewardModel:
         self.events.append("rm_infer")
         tokens, lengths = rollout_batch["response_tokens"], rollout_batch["response_lengths"]
         rewards = self.score(rollout_batch) if self.score else tokens.sum(-1) / lengths / 10
-        self.scored += [
-            (tuple(row[:length].tolist()), float(reward))
-            for row, length, reward in zip(tokens, lengths, rewards)
-        ]
+        rows = [tuple(row[:length].tolist()) for row, length in zip(tokens, lengths)]
+        self.scored += list(zip(rows, map(float, rewards)))
         parts = {"kind": rewards, "terse": -lengths.float()}
         return FakeFuture(self.events, "rm_result", Scores(rewards, None, parts))
 
@@ -75,13 +86,8 @@ def dataloader(global_batch_size, micro_batch_size, *, random=False, num_workers
         global_batch_size=global_batch_size,
         seed=5,
     )
-    return torch.utils.data.DataLoader(
-        dataset,
-        batch_sampler=sampler,
-        collate_fn=collate,
-        num_workers=num_workers,
-        generator=torch.Generator(),
-    )
+    own = {"num_workers": num_workers, "generator": torch.Generator(), "collate_fn": collate}
+    return torch.utils.data.DataLoader(dataset, batch_sampler=sampler, **own)
 
 
 def make_rs_trainer(
@@ -98,26 +104,22 @@ def make_rs_trainer(
     has_validation=True,
     **changes,
 ):
-    """A trainer among fakes, `events` its record of calls; 24 prompts, 8 per step, 3 responses
-    each of which 2 are kept, global batches of 4."""
-    events = []
-    policy = FakeRSPolicy(events)
+    """24 prompts, 8 per step, 3 responses each of which 2 are kept, global batches of 4."""
+    policy = FakeRSPolicy([])
     loaders = {"random": random, "num_workers": num_workers, "dataset": dataset}
-    trainer = RSTrainer(
-        cfg=config(**changes),
-        model=policy,
-        optimizer=FakeOptimizer(policy, events),
-        scheduler=FakeScheduler(),
-        train_dataloader=dataloader(rollout_size, micro_batch_size, **loaders),
-        val_dataloader=dataloader(4, micro_batch_size, dataset=dataset)
-        if has_validation
-        else None,
-        logger=FakeLogger(),
-        ckpt_callback=FakeCheckpoints(events),
-        run_timer=FakeRunTimer(time_limit),
-        num_rollouts_per_prompt=responses,
-        top_n_rollouts=top_n,
-        rm=FakeRewardModel(events, score),
-    )
-    trainer.events = events
-    return trainer
+    train = dataloader(rollout_size, micro_batch_size, **loaders)
+    validation = dataloader(4, micro_batch_size, dataset=dataset) if has_validation else None
+    parts = {"train_dataloader": train, "val_dataloader": validation, "top_n_rollouts": top_n}
+    parts |= {"num_rollouts_per_prompt": responses, "rm": FakeRewardModel(policy.events, score)}
+    return among_fakes(RSTrainer, policy, changes, time_limit, **parts)
+
+
+def make_reinforce_trainer(
+    *, rollout_size=8, micro_batch_size=2, time_limit=None, score=None, **changes
+):
+    """24 prompts, 8 per step, 3 responses to each, global batches of 4."""
+    policy = FakeReinforcePolicy([])
+    changes = {"num_rollouts_per_prompt": 3} | changes
+    parts = builders(rollout_size, micro_batch_size) | {"batch_iterator_cls": batch_iterator}
+    parts |= {"collate_fn": collate, "rm": FakeRewardModel(policy.events, score)}
+    return among_fakes(ReinforceTrainer, policy, changes, time_limit, **parts)

@@ -88,9 +88,8 @@ class ScriptedServer:
                 elif self.ready is None:
                     self._hold.wait()
                 else:
-                    connection.sendall(
-                        f"HTTP/1.1 {self.ready} X\r\nContent-Length: 0\r\n\r\n".encode()
-                    )
+                    head = f"HTTP/1.1 {self.ready} X\r\nContent-Length: 0\r\n\r\n"
+                    connection.sendall(head.encode())
                 return
             fields = dict(line.lower().split(": ", 1) for line in head.decode().split("\r\n")[1:])
             while len(body) < int(fields["content-length"]):

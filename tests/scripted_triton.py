@@ -1,21 +1,28 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Triton as a script behind the front of a server."""
+"""The front of a server in a test, and Triton as a script behind it."""
 
 import json
 import socketserver
 import threading
 from http.server import BaseHTTPRequestHandler
 
-from nemo_aligner.servers.front import REQUEST_PARAMETER, Front
+from nemo_aligner.servers.front import REQUEST_PARAMETER, Front, Triton
 from nemo_aligner.servers.ports import find_free_port
+
+
+def open_front(endpoints, access, port=0, tls=None, triton=None):
+    """A front that serves `endpoints`, each with its function, until `close`. 0: a free port."""
+    front = Front("127.0.0.1", port or find_free_port(), endpoints, access, tls, triton)
+    front.open()
+    return front
 
 
 class ScriptedTriton(socketserver.ThreadingUnixStreamServer):
     """Hands each request over, as `TritonHost` does.
 
     Attributes:
-        front: before it.
+        held: the requests that it has been given.
         seen: method, path and body of each request.
         handled: endpoints whose functions have been called; those note it.
         says: from a path to what it describes there.
@@ -26,17 +33,15 @@ class ScriptedTriton(socketserver.ThreadingUnixStreamServer):
 
     def __init__(self, path, says=lambda path: b""):
         super().__init__(str(path), _Script)
-        self.front, self.seen, self.handled, self.says, self.cut_short = None, [], [], says, None
+        self.held = Triton(str(path))
+        self.seen, self.handled, self.says, self.cut_short = [], [], says, None
         threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
 
     def hand_over(self, name):
-        self.front.hand_over(name)
+        self.held.hand_over(name)
 
     def open_front(self, handlers, access, port=0):
-        address = "127.0.0.1", port or find_free_port()
-        self.front = Front(*address, self.server_address, handlers, access)
-        self.front.open()
-        return self.front
+        return open_front(handlers, access, port, triton=self.held)
 
 
 class _Script(BaseHTTPRequestHandler):

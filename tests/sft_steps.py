@@ -8,14 +8,8 @@ import torch
 
 from nemo_aligner.training.optim import optimizer_step
 
-OPTIM = {
-    "name": "distributed_fused_adam",
-    "lr": 0.01,
-    "weight_decay": 0.1,
-    "betas": [0.9, 0.95],
-    "eps": 1e-8,
-    "sched": {"name": "constant"},
-}
+OPTIM = {"name": "distributed_fused_adam", "lr": 0.01, "weight_decay": 0.1}
+OPTIM |= {"betas": [0.9, 0.95], "eps": 1e-8, "sched": {"name": "constant"}}
 
 
 def batches(steps: int) -> Iterator[dict[str, torch.Tensor]]:

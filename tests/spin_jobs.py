@@ -16,10 +16,8 @@ STEPS = STEPS_PER_EPOCH * EPOCHS * ITERATIONS
 LENGTH, LONGEST_RESPONSE = 40, 7
 BETAS = [0.3, 0.6]
 RESPONSES = ["was a joy", "is dull, and far too long", "bad", "made well, but played; warm"]
-LORA = {
-    "peft_scheme": "lora",
-    "lora_tuning": {"target_modules": ["all"], "adapter_dim": 4, "row_init_method": "normal"},
-}
+TUNING = {"target_modules": ["all"], "adapter_dim": 4, "row_init_method": "normal"}
+LORA = {"peft_scheme": "lora", "lora_tuning": TUNING}
 
 
 def records():

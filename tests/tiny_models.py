@@ -9,31 +9,16 @@ from omegaconf import DictConfig, OmegaConf
 
 from nemo_aligner.training.megatron_steps import forward_collect
 
-GPT2_LIKE = {
-    "normalization": "layernorm",
-    "activation": "gelu",
-    "position_embedding_type": "learned_absolute",
-    "bias": True,
-    "share_embeddings_and_output_weights": True,
-}
-LLAMA_LIKE = {
-    "normalization": "rmsnorm",
-    "activation": "swiglu",
-    "position_embedding_type": "rope",
-    "bias": False,
-    "num_query_groups": 2,
-    "share_embeddings_and_output_weights": False,
-}
+GPT2_LIKE = {"normalization": "layernorm", "activation": "gelu", "bias": True}
+GPT2_LIKE["position_embedding_type"] = "learned_absolute"
+GPT2_LIKE["share_embeddings_and_output_weights"] = True
+LLAMA_LIKE = {"normalization": "rmsnorm", "activation": "swiglu", "num_query_groups": 2}
+LLAMA_LIKE |= {"position_embedding_type": "rope", "bias": False}
+LLAMA_LIKE["share_embeddings_and_output_weights"] = False
 # Norms behind attention and MLP, those of queries and keys over all heads, another rotation in the
 # layers with a window (OLMo 3)
-NORMS_AFTER = {
-    "norm_position": "after",
-    "qk_layernorm": True,
-    "qk_layernorm_all_heads": True,
-    "window_size": [3, 0],
-    "window_attn_skip_freq": 2,
-    "rotary_base_local": 100.0,
-}
+NORMS_AFTER = {"norm_position": "after", "qk_layernorm": True, "qk_layernorm_all_heads": True}
+NORMS_AFTER |= {"window_size": [3, 0], "window_attn_skip_freq": 2, "rotary_base_local": 100.0}
 # A section `model.ppo`
 PPO = {
     "entropy_bonus": 0.01,
@@ -92,12 +77,8 @@ def logprobs_by_hand(model, tokens, temperature=1.0):
     vocabulary.
     """
     model.set_eval()
-    logits = forward_collect(
-        model.model,
-        {"tokens": tokens},
-        micro_batch_size=len(tokens),
-        output_fn=lambda output, _: output,
-    )
+    whole = {"micro_batch_size": len(tokens), "output_fn": lambda output, _: output}
+    logits = forward_collect(model.model, {"tokens": tokens}, **whole)
     distribution = torch.distributions.Categorical(
         logits=logits[:, :-1, : model.tokenizer.vocab_size].double() / temperature
     )

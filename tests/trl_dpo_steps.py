@@ -33,29 +33,14 @@ def main() -> None:
         def _get_train_sampler(self, *_args: object) -> torch.utils.data.Sampler:
             return torch.utils.data.SequentialSampler(self.train_dataset)
 
-    config = trl.DPOConfig(
-        output_dir=at.output,
-        max_steps=at.steps,
-        per_device_train_batch_size=at.batch // 2,
-        gradient_accumulation_steps=2,
-        learning_rate=1e-3,
-        adam_beta1=0.9,
-        adam_beta2=0.98,
-        adam_epsilon=1e-6,
-        weight_decay=0.0,
-        max_grad_norm=1.0,
-        lr_scheduler_type="constant",
-        loss_type=at.loss,
-        beta=0.3,
-        max_length=None,
-        gradient_checkpointing=False,
-        bf16=False,
-        use_cpu=True,
-        report_to="none",
-        save_strategy="no",
-        logging_steps=1,
-        disable_tqdm=True,
-    )
+    parts = {"output_dir": at.output, "max_steps": at.steps}
+    parts |= {"per_device_train_batch_size": at.batch // 2, "gradient_accumulation_steps": 2}
+    parts |= {"learning_rate": 1e-3, "adam_beta1": 0.9, "adam_beta2": 0.98, "adam_epsilon": 1e-6}
+    parts |= {"weight_decay": 0.0, "max_grad_norm": 1.0, "lr_scheduler_type": "constant"}
+    parts |= {"loss_type": at.loss, "beta": 0.3, "max_length": None}
+    parts |= {"gradient_checkpointing": False, "bf16": False, "use_cpu": True, "report_to": "none"}
+    parts |= {"save_strategy": "no", "logging_steps": 1, "disable_tqdm": True}
+    config = trl.DPOConfig(**parts)
     trainer = InOrder(
         model=transformers.AutoModelForCausalLM.from_pretrained(at.model, dtype=torch.float32),
         args=config,

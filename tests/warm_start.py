@@ -130,16 +130,10 @@ def start_python(
     if not os.environ.get("COLD_START"):
         return WarmProcess(command, dict(environment), str(folder), str(log), ranks)
     with log.open("a") as out:
-        return subprocess.Popen(
-            command,
-            env=environment,
-            cwd=folder,
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            preexec_fn=_end_with_parent,
-        )
+        parts = {"env": environment, "cwd": folder, "stdin": subprocess.DEVNULL, "stdout": out}
+        parts |= {"stderr": subprocess.STDOUT, "start_new_session": True}
+        parts |= {"preexec_fn": _end_with_parent}
+        return subprocess.Popen(command, **parts)
 
 
 def _end_with_parent(number: int = signal.SIGTERM) -> None:

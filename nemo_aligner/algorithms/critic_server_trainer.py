@@ -26,7 +26,7 @@ from omegaconf import DictConfig
 from torch import Tensor
 
 from nemo_aligner.algorithms.alarms import Alarms
-from nemo_aligner.algorithms.parts import complete_outputs
+from nemo_aligner.algorithms.training_loop import complete_outputs
 from nemo_aligner.config.access import server_token
 from nemo_aligner.config.defaults import complete
 from nemo_aligner.config.server_rules import read_frontend
@@ -57,9 +57,10 @@ from nemo_aligner.servers.server_loop import (
 )
 from nemo_aligner.servers.validation import read_request_id, validate_training_inputs
 from nemo_aligner.training.finite import naming_step
+from nemo_aligner.training.loggers import named
 from nemo_aligner.training.optim import train_on_batch
 from nemo_aligner.training.timers import logged_phase
-from nemo_aligner.training.token_counts import FORWARD, TRAIN, log_token_counts
+from nemo_aligner.training.token_counts import FORWARD, TRAIN, token_metrics
 
 if TYPE_CHECKING:
     from megatron.core.optimizer import MegatronOptimizer
@@ -417,10 +418,9 @@ class CriticServerTrainer:
         )
         metrics["step_time"] = time.monotonic() - start
         self.step += 1
-        self.logger.log_metrics(metrics, step=self.step, prefix="train/")
-        seconds = {"train": metrics["step_time"]}
-        names = {FORWARD: "scoring", TRAIN: "train"}
-        log_token_counts(self.logger, self.step, names, seconds)
+        names, seconds = {FORWARD: "scoring", TRAIN: "train"}, {"train": metrics["step_time"]}
+        counts = token_metrics(names, seconds)
+        self.logger.log_metrics(named("train/", metrics) | counts, step=self.step)
         self.alarms.check_replicas(self.model, self.step)
         return float(metrics["loss"])
 

@@ -21,11 +21,10 @@ from torch import Tensor
 
 from nemo_aligner.algorithms.supervised import SupervisedTrainer
 from nemo_aligner.core.errors import UserError
-from nemo_aligner.core.masks import counted_lengths
-from nemo_aligner.core.tensors import sample_seeds
+from nemo_aligner.core.tensors import counted_lengths, sample_seeds
 from nemo_aligner.core.tokenizer import tokenizer_fingerprint
 from nemo_aligner.core.types import ResponseBatch
-from nemo_aligner.data.nlp.growing_files import append_lines, complete_lines
+from nemo_aligner.data.nlp.index_files import append_lines, complete_lines
 from nemo_aligner.data.nlp.topk_logits import EXAMPLE, TopKExample, check_record, to_line
 from nemo_aligner.generation import GenerationOutput
 from nemo_aligner.models.nlp.gpt.megatron_gpt_knowledge_distillation import TopKTeacherModel

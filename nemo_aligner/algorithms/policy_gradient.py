@@ -26,7 +26,6 @@ import torch
 from torch import Tensor
 
 from nemo_aligner.algorithms.alarms import check_policy_equals_reference
-from nemo_aligner.algorithms.parts import log_probs
 from nemo_aligner.algorithms.rollout_trainer import RolloutTrainer
 from nemo_aligner.algorithms.rollouts import (
     CollectedRollout,
@@ -41,7 +40,7 @@ from nemo_aligner.algorithms.rollouts import (
     score_columns,
     shares_of_global_batches,
 )
-from nemo_aligner.algorithms.training_loop import TRAIN_TABLE_ROWS, Parts
+from nemo_aligner.algorithms.training_loop import TRAIN_TABLE_ROWS, Parts, log_probs
 from nemo_aligner.core.interfaces import PendingScores, PromptIterator, PromptLoaderBuilder
 from nemo_aligner.core.tensors import sample_seeds
 from nemo_aligner.core.types import InferenceBatch, Rollout, RolloutBatch, Scores

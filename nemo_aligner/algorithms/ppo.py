@@ -23,7 +23,6 @@ from omegaconf import DictConfig
 from torch import Tensor
 
 from nemo_aligner.algorithms.alarms import rollout_health
-from nemo_aligner.algorithms.parts import complete_critic
 from nemo_aligner.algorithms.policy_gradient import PolicyGradientTrainer, PromptParts
 from nemo_aligner.algorithms.ppo_data import (
     DataSettings,
@@ -33,7 +32,7 @@ from nemo_aligner.algorithms.ppo_data import (
 )
 from nemo_aligner.algorithms.rollout_trainer import VALIDATION_STEP
 from nemo_aligner.algorithms.rollouts import PPORolloutBatch, compute_num_rollout_microbatches
-from nemo_aligner.algorithms.training_loop import Parts
+from nemo_aligner.algorithms.training_loop import Parts, complete_critic
 from nemo_aligner.config.values import Values
 from nemo_aligner.core.advantages import RunningMoments
 from nemo_aligner.core.errors import ConfigError
@@ -234,7 +233,7 @@ class PPOTrainer(PolicyGradientTrainer):
             if number == 0:
                 self.alarms.watch({"first_update_kl": metrics.get("approx_kl")}, self.step)
         counted = {} if target_kl is None else {"updates_skipped": skipped}
-        self.log_update(counted)
+        self.gather("train_optim/", counted, self.optimization_step)
         return metrics["loss"], metrics | counted
 
     # ---------------------------------------------------------------------------- parts of a step
@@ -262,7 +261,7 @@ class PPOTrainer(PolicyGradientTrainer):
         """Log the critic's loss beside the actor's, at the last update of this step."""
         critic_loss = critic_update.result()  # None: there is no critic
         metrics = {} if critic_loss is None else {"critic_loss": float(critic_loss)}
-        self.log_update(metrics)
+        self.gather("train_optim/", metrics, self.optimization_step)
         return metrics
 
     def before_first_step(self) -> None:
@@ -272,15 +271,16 @@ class PPOTrainer(PolicyGradientTrainer):
         super().before_first_step()
         for i in range(self.critic_warmup_steps):
             self.consumed_samples = (i % self.num_steps_per_epoch) * self.num_rollout_samples
-            with naming_step(f"critic warm-up {i}"):
-                data, metrics, _ = self.generate_rollouts(
-                    sampling_step=i - self.critic_warmup_steps
-                )
-            critic_loss = self.rm_critic.train(data).result()
-            if critic_loss is not None:
-                metrics["critic_loss"] = float(critic_loss)
-            metrics.pop("table")
-            self.logger.log_metrics(metrics, step=i, prefix="critic_warmup/")
+            with self.logged_together():
+                with naming_step(f"critic warm-up {i}"):
+                    data, metrics, _ = self.generate_rollouts(
+                        sampling_step=i - self.critic_warmup_steps
+                    )
+                critic_loss = self.rm_critic.train(data).result()
+                if critic_loss is not None:
+                    metrics["critic_loss"] = float(critic_loss)
+                metrics.pop("table")
+                self.gather("critic_warmup/", metrics, i)
         self.consumed_samples = 0
 
     # ---------------------------------------------------------------------- checkpoint and resume

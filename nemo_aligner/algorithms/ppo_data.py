@@ -38,18 +38,16 @@ from nemo_aligner.core.advantages import (
 from nemo_aligner.core.estimators import ADVANTAGE_ESTIMATORS, AdvantageEstimator
 from nemo_aligner.core.kl import (
     AdaptiveKLController,
-    FixedKLController,
-    calculate_kl_penalty,
-    name_kl_estimator,
-)
-from nemo_aligner.core.masks import masked_mean, masked_sum
-from nemo_aligner.core.surrogates import (
     CovarianceSettings,
+    FixedKLController,
     SamplerCorrection,
+    calculate_kl_penalty,
     chosen_tokens,
     correction_factors,
     importance_ratios,
+    name_kl_estimator,
 )
+from nemo_aligner.core.tensors import masked_mean, masked_sum
 from nemo_aligner.core.types import PPOTrainBatch, RolloutBatch
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.collectives import (

@@ -48,7 +48,7 @@ from nemo_aligner.core.interfaces import (
     Scheduler,
 )
 from nemo_aligner.core.kl import calculate_kl_penalty
-from nemo_aligner.core.masks import masked_sum
+from nemo_aligner.core.tensors import masked_sum
 from nemo_aligner.core.types import ReinforceTrainBatch, RolloutBatch
 from nemo_aligner.models.alignable_interface import PolicyWithReference
 

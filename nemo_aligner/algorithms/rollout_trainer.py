@@ -21,7 +21,6 @@ from torch import Tensor
 
 from nemo_aligner.algorithms import training_loop
 from nemo_aligner.algorithms.alarms import check_rewards
-from nemo_aligner.algorithms.parts import scores_of
 from nemo_aligner.algorithms.rollouts import (
     CollectedRollout,
     PPORolloutBatch,
@@ -33,7 +32,7 @@ from nemo_aligner.algorithms.rollouts import (
     with_indices,
     with_prompt_columns,
 )
-from nemo_aligner.algorithms.training_loop import Parts, TrainingLoop
+from nemo_aligner.algorithms.training_loop import Parts, TrainingLoop, scores_of
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.core.interfaces import PendingScores, PromptSampler
 from nemo_aligner.core.types import InferenceBatch, Rollout, Scores
@@ -42,10 +41,11 @@ from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.collectives import gathered
 from nemo_aligner.servers.futures import wait_for_all
 from nemo_aligner.training.finite import naming_step
+from nemo_aligner.training.loggers import named
 from nemo_aligner.training.optim import train_on_batch
 from nemo_aligner.training.schedule import compute_max_steps, compute_num_steps_per_epoch
-from nemo_aligner.training.timers import ScopedTimer, log_phase
-from nemo_aligner.training.token_counts import FORWARD, TRAIN, in_short, log_token_counts
+from nemo_aligner.training.timers import FILE, ScopedTimer
+from nemo_aligner.training.token_counts import FORWARD, TRAIN, in_short, token_metrics
 
 # "Step" of the random streams of every validation: always the same, so that validations can be
 # compared. Rollouts of critic warm-up have the steps -critic_warmup_steps .. -1.
@@ -115,9 +115,11 @@ class RolloutTrainer(TrainingLoop):
             reduction="sum",  # a step may draw several times
             sync_cuda=True,
             buffer_size=-1,
-            on_scope=lambda *phase: log_phase(self.logger, self.step, *phase),
+            on_scope=lambda phase: self._phases.append(phase),
         )
         self.update_timer = ScopedTimer(reduction="mean", sync_cuda=True, buffer_size=-1)
+        self._gathered: dict[int, dict[str, Any]] = {}  # metrics by step, for `logged_together`
+        self._phases: list[dict[str, Any]] = []  # of the timeline, likewise
 
     def check_sizes(self, sampler: PromptSampler, samples_per_step: int, name: str) -> None:
         """Raise `ConfigError` for sizes that cannot work together, and epochs that the sampler
@@ -163,7 +165,7 @@ class RolloutTrainer(TrainingLoop):
     # ------------------------------------------------------------------------------------- a step
 
     def run_step(self) -> dict[str, Any]:
-        with self.timer.forgotten_on_error():
+        with self.logged_together(), self.timer.forgotten_on_error():
             with self.phase("rollout_time"):
                 data, rollout_metrics, timings = self.generate_rollouts()
             rollout_metrics = self.log_rollouts(rollout_metrics)
@@ -300,22 +302,20 @@ class RolloutTrainer(TrainingLoop):
         return metrics
 
     def validate(self) -> dict[str, Any]:
-        with (
-            self.timer("validation_time"),
-            naming_step(f"validation after {self.step} {self.NAME} steps"),
-        ):
-            metrics = self.run_validation()
-        samples, timings = metrics.pop("table"), training_loop.consume_timings(self.timer)
+        with self.logged_together():
+            with (
+                self.timer("validation_time"),
+                naming_step(f"validation after {self.step} {self.NAME} steps"),
+            ):
+                metrics = self.run_validation()
+            samples, timings = metrics.pop("table"), training_loop.consume_timings(self.timer)
+            total = {"validation_time": timings.pop("validation_time")}
+            self.gather("val_rollouts/", metrics)
+            self.gather("timers/", total | named("validation_", timings))
         self.logger.log_samples("val_samples", samples, step=self.step)
-        self.logger.log_metrics(metrics, step=self.step, prefix="val_rollouts/")
         shown = samples[: training_loop.VAL_TABLE_ROWS]
         self.val_df = training_loop.log_table(
             self.logger, "table/val_rollouts", self.val_df, shown, self.step
-        )
-        total = timings.pop("validation_time")
-        inner = {f"validation_{name}": seconds for name, seconds in timings.items()}
-        self.logger.log_metrics(
-            {"validation_time": total} | inner, step=self.step, prefix="timers/"
         )
         return metrics
 
@@ -336,7 +336,7 @@ class RolloutTrainer(TrainingLoop):
                 )
             self.optimization_step += 1
             metrics |= self.update_counters(metrics)
-            self.log_update(metrics)
+            self.gather("train_optim/", metrics, self.optimization_step)
             yield metrics
         self.model.finish_training()
         self.optimizer.zero_grad()
@@ -344,10 +344,24 @@ class RolloutTrainer(TrainingLoop):
     def update_counters(self, metrics: dict[str, Any]) -> dict[str, Any]:
         return {"optim_step": self.optimization_step, f"{self.SECTION}_step": self.step}
 
-    def log_update(self, metrics: dict[str, Any]) -> None:
-        self.logger.log_metrics(metrics, step=self.optimization_step, prefix="train_optim/")
-
     # -------------------------------------------------------------------------- logging of a step
+
+    def gather(self, family: str, metrics: dict[str, Any], step: int | None = None) -> None:
+        """Keep metrics for the loggers, which get them at `step` (None: the present one)."""
+        kept = self._gathered.setdefault(self.step if step is None else step, {})
+        kept |= named(family, metrics)
+
+    @contextlib.contextmanager
+    def logged_together(self) -> Iterator[None]:
+        """At its end, after an error too, the loggers get what was gathered, each step once."""
+        try:
+            yield
+        finally:
+            gathered, self._gathered = self._gathered, {}
+            phases, self._phases = self._phases, []
+            for step in sorted(gathered, key=self.step.__eq__):  # the present one last
+                self.logger.log_metrics(gathered[step], step=step)
+            self.logger.log_samples(FILE, phases, step=self.step)
 
     @contextlib.contextmanager
     def phase(self, timer_name: str) -> Iterator[None]:
@@ -356,10 +370,10 @@ class RolloutTrainer(TrainingLoop):
             yield
 
     def log_rollouts(self, metrics: dict[str, Any]) -> dict[str, Any]:
-        """Watch and log a rollout's metrics; returns them, with the alarms', without the table."""
+        """Watch and keep the metrics of a rollout; returns them, with alarms, without table."""
         metrics = metrics | self.alarms.watch(metrics, self.step)
         samples, logged = metrics.pop("table"), metrics | {"epoch": self.epoch + 1}
-        self.logger.log_metrics(logged, step=self.step, prefix="train_rollouts/")
+        self.gather("train_rollouts/", logged)
         self.train_df = training_loop.log_table(
             self.logger, "table/train_rollouts", self.train_df, samples, self.step
         )
@@ -375,18 +389,19 @@ class RolloutTrainer(TrainingLoop):
         return timings
 
     def log_timings(self, timings: dict[str, float]) -> dict[str, float]:
-        """Log the seconds of this step's phases, `timings` and those measured since, and how many
-        tokens they computed; returns the speeds for the progress bar.
+        """Gather the seconds of this step's phases, `timings` and those measured since, and how
+        many tokens they computed; returns the speeds for the progress bar.
         """
         timings = timings | training_loop.consume_timings(self.timer, self.update_timer)
         speeds = {key: timings.pop(key) for key in list(timings) if key.endswith("_per_s")}
-        self.logger.log_metrics(timings, step=self.step, prefix="timers/")
         seconds = {
             "logprobs": timings.get("logprobs", 0.0) + timings.get("init_logprobs", 0.0),
             "train": timings["train_time"],
         }
         names = {FORWARD: "logprobs", TRAIN: "train"}
-        return in_short(log_token_counts(self.logger, self.step, names, seconds, speeds))
+        counts = token_metrics(names, seconds, speeds)
+        self.gather("", named("timers/", timings) | counts)
+        return in_short(counts)
 
     # ---------------------------------------------------------------------- checkpoint and resume
 

@@ -21,8 +21,7 @@ from torch import Tensor
 
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.core.interfaces import PendingScores, PromptLoader
-from nemo_aligner.core.masks import create_mask
-from nemo_aligner.core.tensors import sample_seeds
+from nemo_aligner.core.tensors import create_mask, sample_seeds
 from nemo_aligner.core.tokenizer import Tokenizer
 from nemo_aligner.core.types import InferenceBatch, Rollout, RolloutBatch, Scores
 from nemo_aligner.parallel import parallel_state

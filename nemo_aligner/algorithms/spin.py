@@ -22,8 +22,7 @@ from torch import Tensor
 
 from nemo_aligner.algorithms.supervised import SupervisedTrainer
 from nemo_aligner.core.errors import ConfigError, UserError
-from nemo_aligner.core.masks import create_mask
-from nemo_aligner.core.tensors import batch_pad_to_fixed_len, sample_seeds
+from nemo_aligner.core.tensors import batch_pad_to_fixed_len, create_mask, sample_seeds
 from nemo_aligner.core.types import InferenceBatch, SelfPlayBatch, SelfPlayPrompts
 from nemo_aligner.data.nlp.sft import response_span
 from nemo_aligner.parallel import parallel_state

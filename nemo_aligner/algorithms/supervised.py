@@ -22,6 +22,7 @@ from nemo_aligner.core.interfaces import CheckpointWriter, Logger, Optimizer, Ru
 from nemo_aligner.data.nlp.samplers import BatchSampler, MegatronPretrainingRandomBatchSampler
 from nemo_aligner.models.alignable_interface import SupervisedInterface
 from nemo_aligner.training.finite import naming_step
+from nemo_aligner.training.loggers import named
 from nemo_aligner.training.optim import train_on_batch
 from nemo_aligner.training.schedule import (
     compute_limit_batches,
@@ -31,7 +32,7 @@ from nemo_aligner.training.schedule import (
     supervised_max_steps,
 )
 from nemo_aligner.training.timers import ScopedTimer
-from nemo_aligner.training.token_counts import TRAIN, in_short, log_token_counts
+from nemo_aligner.training.token_counts import TRAIN, in_short, token_metrics
 
 
 class SupervisedTrainer(TrainingLoop):
@@ -145,11 +146,10 @@ class SupervisedTrainer(TrainingLoop):
 
     def run_step(self) -> dict[str, float]:
         metrics = self.train_single_step(next(self.batches))
-        self.logger.log_metrics(metrics, step=self.step, prefix="train/")
-        seconds = {"train": metrics["step_time"]}
-        speeds = log_token_counts(self.logger, self.step, {TRAIN: "train"}, seconds)
+        counts = token_metrics({TRAIN: "train"}, {"train": metrics["step_time"]})
+        self.logger.log_metrics(named("train/", metrics) | counts, step=self.step)
         self.alarms.check_replicas(self.model, self.step)
-        return metrics | in_short(speeds)
+        return metrics | in_short(counts)
 
     def training_batches(self) -> Iterator[Any]:
         """What the steps train on, without an end; each is drawn after the step before it."""
@@ -180,10 +180,12 @@ class SupervisedTrainer(TrainingLoop):
         return summary | self.timer.consume_durations() | counters
 
     def run_validation(self) -> dict[str, float]:
+        found: dict[str, float] = {}
         with self.timer("validation_time"):
             for key, dataloader in self.val_dataloaders.items():
-                self._score(key, dataloader, self.limit_val_batches)
-        self.logger.log_metrics(self.timer.consume_durations(), step=self.step, prefix="timers/")
+                found |= self._score(key, dataloader, self.limit_val_batches)
+        found |= named("timers/", self.timer.consume_durations())
+        self.logger.log_metrics(found, step=self.step)
         return self.held_out["validation"][0] if "validation" in self.val_dataloaders else {}
 
     def validate(self) -> dict[str, float]:
@@ -191,13 +193,14 @@ class SupervisedTrainer(TrainingLoop):
 
     def after_last_step(self) -> None:
         if self.test_dataloader is not None:
-            self._score("test", self.test_dataloader, limit_batches=None)
+            found = self._score("test", self.test_dataloader, limit_batches=None)
+            self.logger.log_metrics(found, step=self.step)
 
     def _score(
         self, key: str, dataloader: DataLoader[Any], limit_batches: int | float | None
-    ) -> None:
+    ) -> dict[str, float]:
         self.held_out[key] = self._validate(dataloader, limit_batches)
-        self.logger.log_metrics(self.held_out[key][0], step=self.step, prefix=f"{key}/")
+        return named(f"{key}/", self.held_out[key][0])
 
     def _validate(
         self, dataloader: DataLoader[Any], limit_batches: int | float | None
@@ -229,7 +232,8 @@ class SupervisedTrainer(TrainingLoop):
 
     def run_validation_one_dataset(self, key: str) -> tuple[float, dict[str, float]]:
         """Validate on the set `key` and log it: (loss, metrics); all ranks call it."""
-        self._score(key, self.val_dataloaders[key], self.limit_val_batches)
+        found = self._score(key, self.val_dataloaders[key], self.limit_val_batches)
+        self.logger.log_metrics(found, step=self.step)
         metrics = self.held_out[key][0]
         return metrics["loss"], metrics
 

@@ -1,8 +1,9 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
 """The forms of checkpoints of NeMo and others, what happens to each (`FORMS`, from which messages
-and the page on migration are made), and which one lies at a path, by the names of its files.
-Imports nothing heavy: a wrong path is told before the packages of a job are imported.
+and the page on migration are made), which one lies at a path, by the names of its files, and
+models by their names on the Hugging Face Hub. Imports nothing heavy: a wrong path is told before
+the packages of a job are imported.
 """
 
 import json
@@ -13,7 +14,6 @@ from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 
-from nemo_aligner.checkpoint import hub
 from nemo_aligner.core.errors import UserError
 
 CONFIG_FILE = "model_config.yaml"
@@ -181,7 +181,7 @@ def check_restore_path(
         raise UserError(f"{key} is not set; give the path of a .nemo file or directory.")
     path = Path(path).expanduser()
     if not path.exists():
-        path = hub.folder_of(str(path), key) or path
+        path = hub_folder(str(path), key) or path
     if not path.exists():
         raise UserError(
             f"{key}={path} does not exist; give the path of a .nemo file or directory."
@@ -270,3 +270,42 @@ def locate(path: Path) -> Path:
             "Megatron-LM or Megatron-Bridge; copy it, or name another folder beside it."
         )
     return folder
+
+
+HUB = "hf://"  # before a name: the model may be downloaded
+_NAME = re.compile(r"(hf:/{1,2})?([\w.-]+/[\w.-]+)(?:@([\w./-]+))?")  # a Path has one slash
+_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+
+
+def hub_folder(path: str, key: str) -> Path | None:
+    """The folder in the local cache for `ORGANISATION/MODEL[@REVISION]`, the value of `key`; None:
+    `path` is no such name. With `hf://` before it, the model is downloaded first.
+
+    Raises:
+        UserError: it is not in the cache, or cannot be downloaded.
+    """
+    match = _NAME.fullmatch(path)
+    if match is None or path.endswith(".nemo"):
+        return None
+    scheme, name, revision = match.groups()
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(
+            snapshot_download(
+                name,
+                revision=revision,
+                allow_patterns=_FILES,
+                ignore_patterns="consolidated*",  # the same weights again
+                local_files_only=scheme is None,
+            )
+        )
+    except Exception as error:  # of the network, the Hub or its licences, in many classes
+        if scheme is None:
+            command = f"hf download {name}" + (f" --revision {revision}" if revision else "")
+            raise UserError(
+                f"{key}={path} does not exist, and no model of this name is in the local Hugging "
+                f"Face cache; give a path, run `{command}`, or write {HUB}{path}."
+            ) from None
+        first = str(error.__cause__ or error).partition("\n")[0]
+        raise UserError(f"{key}={path} cannot be downloaded: {first}") from error

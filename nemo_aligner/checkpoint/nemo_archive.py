@@ -8,10 +8,15 @@
     CHECKSUMS.xxh128     checksums of all of these (`checksums.py`), compared when they are read
 
 Checkpoint folders of jobs (`checkpointing.py`) and weights in NeMo's older forms are read too.
-Reading the configuration or the tokenizer does not unpack the weights. `nemo_writing.py` writes.
+Reading the configuration or the tokenizer does not unpack the weights.
+
+NeMo-Aligner's NeMo (2.1) loads what is written. Its archives hold single files only, and its
+`tokenizer.type` is a Hugging Face tokenizer outside; so our copy has a key of its own,
+`tokenizer.folder`.
 """
 
 import contextlib
+import dataclasses
 import functools
 import io
 import os
@@ -19,22 +24,35 @@ import secrets
 import shutil
 import tarfile
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron.core.dist_checkpointing.mapping import ShardedObject
 from nemo.core.connectors.save_restore_connector import SaveRestoreConnector
 from nemo.utils import logging
 from nemo.utils.tar_utils import TarPathTraversalError, safe_extract
 from omegaconf import DictConfig, OmegaConf
+from torch import Tensor
 
-from nemo_aligner.checkpoint import file_references, forms
-from nemo_aligner.checkpoint.checksums import check_files_together, check_folder, check_members
+from nemo_aligner.checkpoint import data_only, dist_ckpt, forms, torch_dist_stream
+from nemo_aligner.checkpoint.checksums import (
+    Checksums,
+    check_files_together,
+    check_folder,
+    check_members,
+    check_space,
+    write_manifest,
+)
+from nemo_aligner.checkpoint.data_only import ARTIFACT_KEYS, TOKENIZER_TYPE, unmarked
 from nemo_aligner.checkpoint.dist_ckpt import barrier, failing_together
+from nemo_aligner.checkpoint.folders import WRITING_SUFFIX, replace
+from nemo_aligner.checkpoint.forms import CONFIG_FILE, WEIGHTS_FOLDER
 from nemo_aligner.checkpoint.stored_weights import TensorSource, is_gated
-from nemo_aligner.checkpoint.torch_dist_stream import TarFiles, TorchDistTensors
+from nemo_aligner.checkpoint.torch_dist_stream import Chunk, TarFiles, TorchDistTensors
 from nemo_aligner.core.errors import DamagedFileError, UserError
 from nemo_aligner.core.leftovers import claim, temporary_folder, token_of_machine
+from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.collectives import gathered
 
 ARTIFACT_PREFIX = "nemo:"
@@ -111,14 +129,14 @@ def _set_nemo_gelu(config: DictConfig) -> None:
 def read_archive(path: Path) -> DictConfig:
     """The configuration of a `.nemo` or a job's checkpoint; see `sources.Source.stored_config`."""
     folder = _unpack_small_members(path)
-    config = file_references.read_yaml(folder / forms.CONFIG_FILE, path)
-    file_references.refuse_resolvers(config, path)
+    config = data_only.read_yaml(folder / forms.CONFIG_FILE, path)
+    data_only.refuse_resolvers(config, path)
     _set_nemo_gelu(config)
-    for key in (*file_references.ARTIFACT_KEYS, file_references.TOKENIZER_TYPE, TOKENIZER_FOLDER):
+    for key in (*data_only.ARTIFACT_KEYS, data_only.TOKENIZER_TYPE, TOKENIZER_FOLDER):
         value = OmegaConf.select(config, key, throw_on_missing=False)
         if isinstance(value, str) and value.startswith(ARTIFACT_PREFIX):
             OmegaConf.update(config, key, _inside(folder, value, path))
-        elif key in file_references.ARTIFACT_KEYS and isinstance(value, str) and value:
+        elif key in data_only.ARTIFACT_KEYS and isinstance(value, str) and value:
             # In old archives: a path on the machine that wrote them.
             beside = folder / Path(value).name
             if beside.is_file():
@@ -133,7 +151,7 @@ def read_archive(path: Path) -> DictConfig:
     if own_copy is not None:
         config.tokenizer.type = own_copy
         del config.tokenizer[TOKENIZER_FOLDER.split(".")[1]]
-    file_references.mark_outside(config, folder)
+    data_only.mark_outside(config, folder)
     return config
 
 
@@ -141,7 +159,7 @@ def _inside(folder: Path, reference: str, path: Path) -> str:
     """The path of `nemo:<name>` in the archive at `path`, unpacked in `folder`."""
     name = Path(reference.removeprefix(ARTIFACT_PREFIX))
     file = folder / name
-    if name.is_absolute() or ".." in name.parts or file_references.leads_out(file, folder):
+    if name.is_absolute() or ".." in name.parts or data_only.leads_out(file, folder):
         raise UserError(f"{path}: {reference} leads out of the archive; do not use this file.")
     return str(file)
 
@@ -261,3 +279,173 @@ class CustomSaveRestoreConnector(SaveRestoreConnector):
 
     def restore_from(self, calling_cls: type[Any], *args: Any, **kwargs: Any) -> Any:
         return calling_cls.restore_from(*args, **{**kwargs, "save_restore_connector": self})
+
+
+_WEIGHT_SUFFIXES = tuple(
+    ".safetensors .bin .pt .pth .ckpt .gguf .onnx .msgpack .h5 .index.json".split()
+)
+_BESIDE_ATTENTION = "self_attention.linear_proj._extra_state"
+
+# What NeMo reads and this package has no use for.
+NEMO_ALWAYS = {
+    "mcore_gpt": True,  # without it NeMo builds layers of its own, whose weights have other names
+    "dist_ckpt_format": "torch_dist",
+}
+NEMO_UNLESS_SET = {
+    "transformer_engine": True,
+    # Versions of Transformer Engine differ in extra states, empty but in fp8. NeMo's own message
+    # about a missing one recommends this; a missing weight is still an error.
+    "dist_ckpt_load_strictness": "log_all",
+}
+# Classes of this package: the module that has them in NeMo or NeMo-Aligner, where it is another.
+_GPT = "nemo_aligner.models.nlp.gpt"
+NEMO_MODULES = {
+    "GPTSteerLMModel": f"{_GPT}.gpt_steerlm_model",
+    "MegatronGPTActorModel": f"{_GPT}.megatron_gpt_ppo_actor",
+    "MegatronGPTKTOModel": f"{_GPT}.megatron_gpt_kto_model",
+    "MegatronGPTModel": "nemo.collections.nlp.models.language_modeling.megatron_gpt_model",
+    "MegatronGPTRegressionRewardModel": f"{_GPT}.megatron_gpt_regression_reward_model",
+    "MegatronGPTReinforceActorModel": f"{_GPT}.megatron_gpt_reinforce_actor",
+    "MegatronGPTRSModel": f"{_GPT}.megatron_gpt_rs_actor",
+}
+
+
+def _large(source: str, names: list[str]) -> list[str]:
+    """What not to copy of a tokenizer's folder, maybe a whole model's."""
+    return [n for n in names if Path(source, n).is_dir() or n.endswith(_WEIGHT_SUFFIXES)]
+
+
+def _pack_artifacts(config: DictConfig, folder: Path) -> DictConfig:
+    """Copy the files that `config` names into `folder`; return it with references to these."""
+    config = OmegaConf.create(OmegaConf.to_container(config, resolve=True))
+    for key in ARTIFACT_KEYS:
+        value = OmegaConf.select(config, key)
+        if isinstance(value, str) and os.path.isfile(value):
+            name = _archive_name(value)
+            shutil.copyfile(value, folder / name)
+            OmegaConf.update(config, key, ARTIFACT_PREFIX + name)
+    source = OmegaConf.select(config, TOKENIZER_TYPE)
+    if isinstance(source, str) and os.path.isdir(source):
+        name = _archive_name(source)
+        shutil.copytree(source, folder / name, ignore=_large, dirs_exist_ok=True)
+        OmegaConf.update(config, TOKENIZER_FOLDER, ARTIFACT_PREFIX + name, force_add=True)
+        OmegaConf.update(config, TOKENIZER_TYPE, _first_name(Path(source)))
+    for key in (*ARTIFACT_KEYS, TOKENIZER_TYPE):  # a file outside is named as before, not copied
+        value = OmegaConf.select(config, key)
+        if value != unmarked(value):
+            OmegaConf.update(config, key, unmarked(value))
+    return config
+
+
+def _archive_name(path: str) -> str:
+    name = Path(path).name
+    return name if name.startswith("tokenizer") else f"tokenizer_{name}"
+
+
+def _first_name(tokenizer: Path) -> str:
+    """Where the model first got a tokenizer from, as a `.nemo` has noted."""
+    config_file = tokenizer.parent / CONFIG_FILE
+    if config_file.is_file():
+        config: Any = OmegaConf.to_container(OmegaConf.load(config_file), resolve=False)
+        section = config.get("tokenizer") if isinstance(config, dict) else None
+        noted = section if isinstance(section, dict) else {}
+        name = str(noted.get("type"))
+        if noted.get("folder") == ARTIFACT_PREFIX + tokenizer.name and "${" not in name:
+            return name
+    return str(tokenizer.absolute())
+
+
+def _nemo_config(config: DictConfig) -> DictConfig:
+    given = {key: value for key, value in config.items() if value is not None}
+    settings = NEMO_UNLESS_SET | given | NEMO_ALWAYS
+    if "target" in given:
+        module, _, name = given["target"].rpartition(".")
+        if module.startswith(_GPT):
+            settings["target"] = f"{NEMO_MODULES.get(name, module)}.{name}"
+    if "add_qkv_bias" in given:  # our name; NeMo's wins there
+        settings["qkv_bias"] = given["add_qkv_bias"]
+    return OmegaConf.merge(config, settings)
+
+
+def _with_attention_states(sharded_weights: dict[str, Any]) -> dict[str, Any]:
+    """Add the empty extra state that Transformer Engine's attention asks for."""
+    result = {}
+    for chunk, items in sharded_weights.items():
+        result[chunk] = dict(items)
+        for name, item in items.items():
+            if isinstance(item, ShardedObject) and name.endswith(_BESIDE_ATTENTION):
+                wanted = name.replace("linear_proj", "core_attention")
+                key = item.key.replace("linear_proj", "core_attention")
+                result[chunk].setdefault(wanted, dataclasses.replace(item, key=key))
+    return result
+
+
+def write_config(folder: Path, config: DictConfig) -> None:
+    """Write a model's configuration and its tokenizer's files; one rank calls it."""
+    OmegaConf.save(_nemo_config(_pack_artifacts(config, folder)), folder / CONFIG_FILE)
+
+
+def write_nemo(
+    path: str | Path,
+    config: DictConfig,
+    sharded_weights: dict[str, Any],
+    *,
+    as_directory: bool = False,
+) -> None:
+    """Write a `.nemo` to a shared file system; all ranks call it. It is renamed when complete:
+    a reader never sees half of it. `SaveError`, on all ranks: nothing is left.
+    """
+    weights = _with_attention_states(sharded_weights)
+    _write(path, config, as_directory, functools.partial(dist_ckpt.save, weights))
+
+
+def write_streamed(
+    path: str | Path,
+    config: DictConfig,
+    chunks: Sequence[Chunk],
+    read: Callable[[Chunk], Tensor],
+    *,
+    as_directory: bool = False,
+) -> None:
+    """Write a `.nemo` by `torch_dist_stream.write` in one process; a failure leaves nothing."""
+    _write(path, config, as_directory, functools.partial(torch_dist_stream.write, chunks, read))
+
+
+def _write(
+    path: str | Path,
+    config: DictConfig,
+    as_directory: bool,
+    write_weights: Callable[[Path], Checksums],
+) -> None:
+    """Write a `.nemo` beside `path`, and give it this place; after an error nothing is left."""
+    path = Path(path).expanduser().absolute()
+    folder = path.with_name(path.name + WRITING_SUFFIX)
+    packed = path.with_name(path.name + ".tar.writing")
+    is_writer = parallel_state.get_rank() == 0
+    try:
+        with failing_together(folder):
+            if is_writer:
+                shutil.rmtree(folder, ignore_errors=True)
+                (folder / WEIGHTS_FOLDER).mkdir(parents=True)
+        checksums = write_weights(folder / WEIGHTS_FOLDER)
+        with failing_together(path):
+            if is_writer:
+                write_config(folder, config)
+                known = {f"{WEIGHTS_FOLDER}/{name}": found for name, found in checksums.items()}
+                write_manifest(folder, known)
+                replace(path, folder if as_directory else _pack(folder, packed))
+    finally:
+        if is_writer:
+            shutil.rmtree(folder, ignore_errors=True)
+            packed.unlink(missing_ok=True)
+
+
+def _pack(folder: Path, packed: Path) -> Path:
+    """The tar file `packed` of a folder; `SaveError`: there is no space for it."""
+    files = (file for file in folder.rglob("*") if file.is_file())
+    check_space(folder, sum(file.stat().st_size for file in files))
+    with tarfile.open(packed, "w:") as tar:
+        tar.add(folder, arcname=".")
+    with packed.open("rb") as file:
+        os.fsync(file.fileno())
+    return packed

@@ -26,7 +26,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from nemo_aligner.config.fields import ABSENT, Configuration, tree_of
 from nemo_aligner.config.jobs import JOBS
-from nemo_aligner.config.jobs.reward_model import RMModel
+from nemo_aligner.config.jobs.supervised import RMModel
 from nemo_aligner.config.keys.model import RewardHead, TrainedModel
 from nemo_aligner.config.schema import ARCHITECTURE_KEYS, FREE, REQUIRED
 from nemo_aligner.config.values import Values, laid_over, leaves, plain_dict

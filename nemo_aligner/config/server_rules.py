@@ -37,19 +37,10 @@ def read_frontend(
     """Check the section `server`; returns how a server encrypts, None if it does not."""
     if frontend not in FRONTENDS:
         raise ConfigError(f"server.frontend={frontend!r} must be one of {', '.join(FRONTENDS)}.")
-    package, remedy = {
-        "asgi": ("uvicorn", "'nemo-aligner-mcore[asgi]'"),
-        "triton": ("pytriton", "nvidia-pytriton, or set server.frontend=asgi"),
-    }[frontend]
-    if importlib.util.find_spec(package) is None:
+    if frontend == "triton" and importlib.util.find_spec("pytriton") is None:
         raise ConfigError(
-            f"server.frontend={frontend} needs {package}, which is not installed: pip install "
-            + remedy
-        )
-    if frontend == "triton" and (certificate is not None or key is not None):
-        raise ConfigError(
-            f"server.tls_certificate={certificate} and server.tls_key={key} have an effect only "
-            "with server.frontend=asgi; set it, or leave them null."
+            "server.frontend=triton needs pytriton, which is not installed: pip install "
+            "nvidia-pytriton, or set server.frontend=asgi"
         )
     return access.server_tls(certificate, key)
 

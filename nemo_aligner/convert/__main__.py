@@ -52,14 +52,14 @@ _CONVERSIONS: dict[str, tuple[str, tuple[str, str | None], tuple[str, str | None
 }
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    result = argparse.ArgumentParser(
         prog="nemo-aligner convert",
         description="Convert checkpoints between Hugging Face folders and .nemo, on a CPU. Jobs "
         "take Hugging Face folders as they are, too "
         "(pretrained_checkpoint.restore_from_path=FOLDER).",
     )
-    commands = parser.add_subparsers(dest="command", required=True)
+    commands = result.add_subparsers(dest="command", required=True)
     for command, (what, *places) in _CONVERSIONS.items():
         own = commands.add_parser(command, help=what)
         for name, (metavar, meaning) in zip(("source", "target"), places, strict=True):
@@ -90,7 +90,7 @@ def _parser() -> argparse.ArgumentParser:
     info = commands.add_parser("nemo-info", help="say what a checkpoint holds")
     info.add_argument("source", type=Path, metavar="PATH")
     info.add_argument("--json", action="store_true", help="as one JSON object")
-    return parser
+    return result
 
 
 def _add_options_of_folders(parser: argparse.ArgumentParser) -> None:
@@ -119,7 +119,7 @@ def _add_options_of_folders(parser: argparse.ArgumentParser) -> None:
 @interruptible()
 @remarks.aside()
 def main(argv: list[str] | None = None) -> int:
-    args = _parser().parse_args(argv)
+    args = parser().parse_args(argv)
     warn_of_unsupported_versions()
     try:
         _run(args)

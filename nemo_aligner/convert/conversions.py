@@ -24,13 +24,12 @@ from tqdm import tqdm
 from nemo_aligner.checkpoint import (
     adapters,
     forms,
-    hub,
     megatron,
     megatron_keys,
-    nemo_writing,
+    nemo_archive,
     torch_dist_stream,
 )
-from nemo_aligner.checkpoint.file_references import OUTSIDE
+from nemo_aligner.checkpoint.data_only import OUTSIDE
 from nemo_aligner.checkpoint.folders import replaced_folder
 from nemo_aligner.checkpoint.hugging_face import peft, peft_config, reading, writing
 from nemo_aligner.checkpoint.hugging_face.architecture import TABLES
@@ -101,7 +100,7 @@ def to_nemo(source: Path, target: Path, options: Options) -> None:
     """
     target = check_target(source, target, options)
     if not source.expanduser().exists():
-        source = hub.folder_of(str(source), "HF_FOLDER") or source
+        source = forms.hub_folder(str(source), "HF_FOLDER") or source
     source = source.expanduser().absolute()
     if not forms.is_hugging_face(source):
         raise UserError(f"{source} is not a Hugging Face folder: it has no {forms.HF_CONFIG}.")
@@ -153,7 +152,7 @@ def _write_nemo(
             bar.update(_nbytes(chunk))
             return weights.read(chunk.key, parts[chunk]).to(chunk.dtype).reshape(chunk.size)
 
-        nemo_writing.write_streamed(
+        nemo_archive.write_streamed(
             target, section, list(parts), read, as_directory=target.suffix != ".nemo"
         )
 

@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from nemo_aligner.core.masks import masked_std
+from nemo_aligner.core.tensors import masked_std
 
 
 def calculate_advantages_and_returns(

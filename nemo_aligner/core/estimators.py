@@ -51,15 +51,15 @@ DIRECT_PREFERENCE_LOSSES = ("dpo", "ipo", *REWARD_PREFERENCE_LOSSES)
 DISTILLATION_LOSSES = ("fwd_kl", "bwd_kl", "jsd")
 OUTSIDE_TOP_K = ("renormalize", "bucket")
 
-# What a policy's tokens lose by their importance ratios (`core/surrogates.py`), and of these:
+# What a policy's tokens lose by their importance ratios (`core/kl.py`), and of these:
 POLICY_LOSSES = ("clip", "gspo", "cispo", "sapo", "gmpo")
 LOSSES_OF_TOKENS = ("clip", "cispo")  # have a range of single tokens' ratios
 LOSSES_OF_RESPONSES = ("gspo", "gmpo")  # are a mean over responses
 RANGED = ("clip", "gspo", "cispo", "gmpo")  # have a range at all
 DUAL_CLIPPED = ("clip", "gspo")  # a large ratio of a bad token has no bound
 
-# Levels of the ratio between trainer and sampler (`core/surrogates.py`), and the rules for
-# tokens whose log-prob varies with their advantage (`core/surrogates.py`).
+# Levels of the ratio between trainer and sampler (`core/kl.py`), and the rules for
+# tokens whose log-prob varies with their advantage (`core/kl.py`).
 CORRECTION_LEVELS = ("token", "sequence", "geometric")
 COVARIANCE_RULES = ("clip", "kl")
 

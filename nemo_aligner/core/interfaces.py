@@ -3,8 +3,8 @@
 """What trainers expect of the parts that are not models (those: `models/alignable_interface.py`).
 
 A class fulfils a protocol by having its methods, as the remote clients and the fakes of the tests
-do; `algorithms/parts.py` completes parts that have NeMo-Aligner's only. Unless a method says
-otherwise, every rank of the job calls it.
+do; `algorithms/training_loop.py` completes parts that have NeMo-Aligner's only. Unless a method
+says otherwise, every rank of the job calls it.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -70,10 +70,8 @@ class Critic(Protocol):
 class Logger(Protocol):
     """Where metrics and samples go (`training/loggers.py`)."""
 
-    def log_metrics(
-        self, metrics: Mapping[str, Any], step: int | None = None, prefix: str = ""
-    ) -> None:
-        """Log numbers at `step`, each as prefix + name."""
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Log numbers at `step`."""
 
     def log_table(self, key: str, dataframe: Any, step: int | None = None) -> None:
         """Log a table as a whole."""
@@ -153,4 +151,4 @@ class PromptLoader(Protocol):
 
 
 PromptLoaderBuilder = Callable[..., PromptLoader]  # called as builder(consumed_samples=...)
-PromptIterator = Callable[..., Iterable[InferenceBatch]]  # see data/nlp/batch_iterators.py
+PromptIterator = Callable[..., Iterable[InferenceBatch]]  # see data/nlp/samplers.py

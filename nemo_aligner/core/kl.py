@@ -1,15 +1,22 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""KL divergence between two policies from the log-probs of sampled tokens, and the controllers of
-its coefficient. Torch only, no ranks. [B, S-1] is per transition, see `nemo_aligner.core.types`.
+"""What the log-probs that two policies give sampled tokens decide: the KL divergence, and the
+controllers of its coefficient; then what tokens lose by their importance ratios: PPO's clipped
+surrogate, and what others put in its place; corrections for a sampler that is not the trainer; the
+tokens that take most of the entropy. Torch only, no ranks. [B, S-1] is per transition, see
+`nemo_aligner.core.types`.
 """
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from nemo_aligner.core.estimators import KL_ESTIMATORS
+from nemo_aligner.core.tensors import masked_mean, sample_seeds
 
 # Ziegler et al. 2019 move beta by at most this share (times n / horizon) in one update.
 _MAX_RELATIVE_ERROR = 0.2
@@ -128,3 +135,212 @@ class AdaptiveKLController:
     def load_state_dict(self, state: dict[str, float]) -> None:
         """Continue with the coefficient of `state_dict()`; an empty state leaves it unchanged."""
         self.value = float(state.get("kl_coef", self.value))
+
+
+# --------------------------------------------------------------------- losses by importance ratios
+# With rho = exp(logprobs - prev_logprobs) of a token, A its advantage, and the range from 1 - low
+# to 1 + high, each surrogate returns the loss of each token, float32 [B, S-1], and where the range
+# removes its gradient, bool [B, S-1]; of whole samples.
+
+LARGEST = 80.0  # exponent: beyond it a float32 overflows, and 0 * inf would be a NaN gradient
+SAPO_RISING, SAPO_FALLING = 1.0, 1.05  # temperatures where A > 0, and else
+
+
+class Tokens(NamedTuple):
+    """What the losses read; tensors are float32 [B, S-1]."""
+
+    logprobs: Tensor
+    prev_logprobs: Tensor
+    advantages: Tensor
+    mask: Tensor  # 1 where a token counts
+    low: float
+    high: float
+
+    @property
+    def log_ratio(self) -> Tensor:
+        return self.logprobs - self.prev_logprobs
+
+    @property
+    def rho(self) -> Tensor:
+        return bounded_exp(self.log_ratio)
+
+
+def clipped_surrogate(tokens: Tokens) -> tuple[Tensor, Tensor]:
+    """max(-A rho, -A clip(rho)): Schulman et al. 2017, arXiv:1707.06347, eq. 7; with another high
+    than low Yu et al. 2025 (DAPO), arXiv:2503.14476, eq. 10.
+    """
+    return _clipped(tokens.rho, tokens)
+
+
+def gspo_surrogate(tokens: Tokens) -> tuple[Tensor, Tensor]:
+    """The clipped surrogate by the ratio of the whole response, s = exp(mean of log rho): Zheng et
+    al. 2025 (GSPO), arXiv:2507.18071, in the form of GSPO-token (eq. 13, 14), sg[s] rho / sg[rho].
+    Where the tokens of a response share one advantage it is GSPO (eq. 5), in value and gradient.
+    """
+    whole = _mean(tokens.log_ratio.detach(), tokens.mask)
+    moved = tokens.logprobs - tokens.logprobs.detach()  # 0, but for its gradient
+    return _clipped(bounded_exp(whole + moved), tokens)
+
+
+def cispo_surrogate(tokens: Tokens) -> tuple[Tensor, Tensor]:
+    """-sg[clip(rho)] A logprobs: MiniMax 2025, arXiv:2506.13585, eq. 4 and 5. Cuts no gradient."""
+    weights = tokens.rho.detach().clamp(1.0 - tokens.low, 1.0 + tokens.high)
+    return -weights * tokens.advantages * tokens.logprobs, _nowhere(tokens)
+
+
+def sapo_surrogate(tokens: Tokens) -> tuple[Tensor, Tensor]:
+    """-A (4 / tau) sigmoid(tau (rho - 1)): Gao et al. 2025 (SAPO), arXiv:2511.20347. A gate that
+    fades takes the place of the range, which is not read.
+    """
+    tau = torch.where(tokens.advantages > 0, SAPO_RISING, SAPO_FALLING)
+    gate = torch.sigmoid(tau * (tokens.rho - 1)) * 4 / tau
+    return -tokens.advantages * gate, _nowhere(tokens)
+
+
+def gmpo_surrogate(tokens: Tokens) -> tuple[Tensor, Tensor]:
+    """-A exp(mean of log rho), each log rho clipped on the side that A pushes to, to at most high
+    or at least -low: Zhao et al. 2025 (GMPO), arXiv:2507.20673. The range is one of logarithms,
+    and A is that of the whole response: single tokens get no advantage of their own.
+    """
+    log_ratio, rises, falls = tokens.log_ratio, tokens.advantages > 0, tokens.advantages < 0
+    cut = (rises & (log_ratio > tokens.high)) | (falls & (log_ratio < -tokens.low))
+    bounded = torch.where(
+        rises, log_ratio.clamp(max=tokens.high), log_ratio.clamp(min=-tokens.low)
+    )
+    return -tokens.advantages * bounded_exp(_mean(bounded, tokens.mask)), cut
+
+
+# By the names of `core/estimators.py:POLICY_LOSSES`.
+SURROGATES: dict[str, Callable[[Tokens], tuple[Tensor, Tensor]]] = {
+    "clip": clipped_surrogate,
+    "gspo": gspo_surrogate,
+    "cispo": cispo_surrogate,
+    "sapo": sapo_surrogate,
+    "gmpo": gmpo_surrogate,
+}
+
+
+def bounded_exp(log_ratio: Tensor) -> Tensor:
+    """exp, finite for any ratio."""
+    return log_ratio.clamp(max=LARGEST).exp()
+
+
+def _clipped(ratios: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
+    unclipped = -tokens.advantages * ratios
+    clipped = -tokens.advantages * ratios.clamp(1.0 - tokens.low, 1.0 + tokens.high)
+    return torch.maximum(unclipped, clipped), clipped > unclipped
+
+
+def _nowhere(tokens: Tokens) -> Tensor:
+    return torch.zeros_like(tokens.mask, dtype=torch.bool)
+
+
+def _mean(values: Tensor, mask: Tensor) -> Tensor:
+    """Mean [B, 1] of each row's values [B, S-1] that count; 0 where none does."""
+    return (values * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
+
+
+# ------------------------------------------------- an engine whose tokens have other probabilities
+
+
+# A smaller difference of one token's log-probs is rounding of float32 and counts as none, so that
+# a sampler that is the trainer's own model changes no bit.
+ROUNDING = 1e-4
+
+
+@dataclass(frozen=True)
+class SamplerCorrection:
+    """The keys of `trainer.ppo.sampler_correction`. Levels: `CORRECTION_LEVELS`; None: off."""
+
+    weights: str | None  # level of the importance weights
+    cap: float  # of a weight
+    reject: str | None  # level of the ratio that must stay within the range
+    low: float
+    high: float
+
+
+# Importance weights for samples of an engine that gives tokens other probabilities than the
+# trainer does: truncated (Yao et al. 2025, https://fengyao.notion.site/off-policy-rl), and left
+# out beyond a range (Ling Team 2025, "IcePop", arXiv:2510.18855).
+
+
+def importance_ratios(log_ratio: Tensor, mask: Tensor, level: str) -> Tensor:
+    """p_trainer / p_sampler [B, S-1]: of each "token"; of its whole response ("sequence", the
+    product), or the root of that ("geometric", the mean of a token). `log_ratio` [B, S-1] is log
+    p_trainer - log p_sampler, 0 outside the mask.
+    """
+    log_ratio = torch.where(log_ratio.abs() > ROUNDING, log_ratio, 0)
+    if level != "token":
+        whole = log_ratio.sum(1, keepdim=True)
+        if level == "geometric":
+            whole = whole / mask.sum(1, keepdim=True).clamp(min=1)
+        log_ratio = whole.expand_as(log_ratio)
+    return bounded_exp(log_ratio)
+
+
+def correction_factors(
+    log_ratio: Tensor, mask: Tensor, settings: SamplerCorrection
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """What the advantages are multiplied with, [B, S-1]: min(weight, cap), or 0 where the ratio is
+    out of range; and by name where it is so, for metrics: bool [B, S-1].
+    """
+    factors, where = torch.ones_like(log_ratio), {}
+    if settings.weights is not None:
+        weights = importance_ratios(log_ratio, mask, settings.weights)
+        factors, where["capped"] = weights.clamp(max=settings.cap), weights > settings.cap
+    if settings.reject is not None:
+        ratios = importance_ratios(log_ratio, mask, settings.reject)
+        where["rejected"] = (ratios < settings.low) | (ratios > settings.high)
+        factors = torch.where(where["rejected"], 0, factors)
+    return factors, where
+
+
+# ---------------------------------------------------- the few tokens that take most of the entropy
+
+
+@dataclass(frozen=True)
+class CovarianceSettings:
+    """The keys of `trainer.ppo.covariance`."""
+
+    rule: str | None  # one of `estimators.COVARIANCE_RULES`; None: off
+    fraction: float  # of the tokens
+    low: float  # Clip-Cov: range of the covariances to choose from
+    high: float
+    kl_coef: float  # KL-Cov: of the penalty
+
+
+# Tokens whose log-prob and advantage vary together (Cui et al. 2025, arXiv:2505.22617), of the N
+# samples of a whole rollout in an order that does not depend on the split: [N, S-1].
+
+
+def covariances(logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
+    """(log pi - mean)(A - mean) of each token, float64; means over the mask."""
+    logprobs, advantages = logprobs.double(), advantages.double()
+    return (logprobs - masked_mean(logprobs, mask)) * (advantages - masked_mean(advantages, mask))
+
+
+def chosen_tokens(
+    logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    response_tokens: Tensor,
+    settings: CovarianceSettings,
+) -> Tensor:
+    """bool [N, S-1]: a `fraction` of all tokens, one at least. With rule "clip" (Clip-Cov) drawn
+    among those with a covariance in the range (maybe fewer), with "kl" (KL-Cov) the largest.
+    `logprobs` are of the policy that generated, `advantages` of the updates; `response_tokens`
+    int64 [N, S] seed the draw.
+    """
+    covariance, able = covariances(logprobs, advantages, mask), mask != 0
+    count = max(1, int(settings.fraction * int(able.sum())))
+    priority = covariance
+    if settings.rule == "clip":
+        able = able & (covariance >= settings.low) & (covariance <= settings.high)
+        slots = torch.arange(mask.numel(), device=mask.device).view_as(mask)
+        seed = int(sample_seeds(0, 0, response_tokens.flatten()).sum())
+        priority = sample_seeds(seed, 0, slots).double()
+    ordered = torch.where(able, priority, -torch.inf).flatten()
+    order = ordered.argsort(descending=True, stable=True)
+    chosen = torch.zeros_like(able).flatten()
+    chosen[order[:count]] = True
+    return chosen.view_as(able) & able

@@ -29,9 +29,8 @@ from nemo_aligner.core.estimators import (
     PREFERENCE_LOSSES,
     ROLLOUT_REDUCTIONS,
 )
-from nemo_aligner.core.kl import calculate_kl_penalty
-from nemo_aligner.core.masks import masked_mean
-from nemo_aligner.core.surrogates import SURROGATES, Tokens
+from nemo_aligner.core.kl import SURROGATES, Tokens, calculate_kl_penalty
+from nemo_aligner.core.tensors import masked_mean
 
 
 def loss_weights(
@@ -142,7 +141,7 @@ def ppo_actor_loss(
         prev_logprobs: of the policy that generated.
         ref_logprobs: of the reference; needed when `kl_loss_coef` is not 0.
         ratio_eps, ratio_eps_high: clip range; None: its upper side is `ratio_eps` too.
-        policy_loss, kl_loss_estimator: one of `surrogates.SURROGATES`, of `kl.KL_ESTIMATORS`.
+        policy_loss, kl_loss_estimator: one of `kl.SURROGATES`, of `kl.KL_ESTIMATORS`.
         dual_clip: c > 1, or None: off.
         entropy: per slot; needed when `entropy_bonus` is not 0, otherwise only reported.
         surrogate_of: `(logprobs, prev_logprobs, advantages, mask) -> [B, S-1]`, in place of the

@@ -17,7 +17,7 @@ from torch.nn.functional import logsigmoid
 
 from nemo_aligner.core.estimators import DIRECT_PREFERENCE_LOSSES
 from nemo_aligner.core.losses import kept
-from nemo_aligner.core.masks import masked_mean, masked_sum
+from nemo_aligner.core.tensors import masked_mean, masked_sum
 
 
 def interleave(chosen: Tensor, rejected: Tensor) -> Tensor:

@@ -1,9 +1,11 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
 """Names of NeMo-Aligner that have lost their meaning. They can still be imported, with a warning,
-because a script may import what it never uses. Using one is an error that says what to do.
+because a script may import what it never uses. Using one is an error that says what to do. Others
+have moved, so that a job does not import the data sets of all.
 """
 
+import importlib
 import warnings
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -54,6 +56,23 @@ RETIRED: dict[str, dict[str, str]] = {
     },
 }
 
+_SFT, _STEERLM, _TOPK = (
+    f"nemo_aligner.data.nlp.{name}" for name in ("sft", "steerlm", "topk_logits")
+)
+# module -> name -> where it is now
+MOVED: dict[str, dict[str, str]] = {
+    "nemo_aligner.data.nlp.builders": {
+        "build_sft_dataset": _SFT,
+        "build_steerlm2_dataset": _STEERLM,
+        "build_train_valid_test_knowledge_distillation_datasets": _TOPK,
+    },
+    "nemo_aligner.data.nlp.datasets": {
+        **dict.fromkeys(("SFTDataset", "SFTChatDataset"), _SFT),
+        "SteerLM2Dataset": _STEERLM,
+        "KnowledgeDistillationDataset": _TOPK,
+    },
+}
+
 
 class RetiredName:
     """What a retired name is bound to: making an object of it, or calling it, is an error."""
@@ -65,9 +84,11 @@ class RetiredName:
 
 
 def retired_names(module: str, stacklevel: int = 2) -> Callable[[str], Any]:
-    """The `__getattr__` of `module` for its entry of `RETIRED`."""
+    """The `__getattr__` of `module` for its entries of `RETIRED` and `MOVED`."""
 
     def __getattr__(name: str) -> Any:
+        if place := MOVED.get(module, {}).get(name):
+            return getattr(importlib.import_module(place), name)
         instead = RETIRED.get(module, {}).get(name)
         if instead is None:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig
 
-from nemo_aligner.checkpoint import hub
+from nemo_aligner.checkpoint.forms import hub_folder
 from nemo_aligner.config.values import leaves, plain_dict
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.generate.responses import (
@@ -207,7 +207,7 @@ def check_sources(sources: Sequence[str], prompts: str | None, out: Path) -> Non
         if source in policies and place.resolve() in files:
             raise UserError(f"{place} is a source and would be replaced; give another --out.")
         is_there = source not in policies or Path(source).expanduser().exists()
-        if not is_there and hub.folder_of(source, "the policy") is None:
+        if not is_there and hub_folder(source, "the policy") is None:
             raise UserError(
                 f"{source} does not exist; name a policy (a .nemo file or folder, or the folder "
                 "of a job) or a .jsonl file of responses that nemo-aligner generate wrote."

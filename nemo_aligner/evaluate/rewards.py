@@ -28,7 +28,7 @@ def function_rewards(
     whether the function loads and gets its columns. `UserError`: it does not, or it failed on a
     sample and there is no fallback.
     """
-    from nemo_aligner.data.nlp.records import columns_asked
+    from nemo_aligner.data.nlp.fields import columns_asked
     from nemo_aligner.servers.reward_function import RewardFunction
 
     given = {key.removeprefix("reward_fn_"): value for key, value in plain_dict(options).items()}

@@ -52,7 +52,8 @@ def read_prompts(path: str | Path) -> "Sequence[Record]":
     `UserError`: no such file, no line, or a line without a prompt.
     """
     from nemo_aligner.data.nlp.chat_records import holds_conversation, prompt_messages
-    from nemo_aligner.data.nlp.records import Records, check_text
+    from nemo_aligner.data.nlp.fields import check_text
+    from nemo_aligner.data.nlp.records import Records
 
     def check(record: "Record") -> int:
         if holds_conversation(record):

@@ -16,9 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nemo_aligner.generation.interface import Conversation, GenerationParams
+from nemo_aligner.generation.interface import Conversation, EndConditions, GenerationParams
 from nemo_aligner.generation.sampling import choose_tokens, sample_uniforms, seen_tokens
-from nemo_aligner.generation.text import EndConditions
 
 
 @dataclass(frozen=True)

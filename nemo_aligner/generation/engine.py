@@ -32,6 +32,7 @@ from nemo_aligner.generation.decoding_model import DecodingModel, StepGraphs
 from nemo_aligner.generation.interface import (
     Conversation,
     Details,
+    EndConditions,
     Environment,
     GenerationOutput,
     GenerationParams,
@@ -39,7 +40,6 @@ from nemo_aligner.generation.interface import (
     Prompts,
 )
 from nemo_aligner.generation.split import Split, divide, drawn, join, training_split, until_all_end
-from nemo_aligner.generation.text import EndConditions
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.collectives import largest, on_rank_zero
 from nemo_aligner.parallel.device import get_device

@@ -19,14 +19,16 @@ from nemo_aligner.config.jobs import JOBS
 from nemo_aligner.config.values import plain_dict, resolved
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.core.tokenizer import Tokenizer, decode_with_special_tokens, special_ids
-from nemo_aligner.data.nlp import builders
+from nemo_aligner.data.nlp.builders import build_configured_datasets
 from nemo_aligner.data.nlp.chat_records import ASSISTANT, holds_pair
 from nemo_aligner.data.nlp.file_dataset import FileDataset, Part
 from nemo_aligner.data.nlp.records import first_record
-from nemo_aligner.data.nlp.sft import PackedDataset
+from nemo_aligner.data.nlp.sft import PackedDataset, build_sft_dataset
+from nemo_aligner.data.nlp.steerlm import build_steerlm2_dataset
 from nemo_aligner.generate.policy import newest_weights
 from nemo_aligner.generate.settings import compose_settings
 from nemo_aligner.launch.model_loading import OTHER_POLICIES, load_and_override_model_config
+from nemo_aligner.launch.supervised_job import datasets_of_job
 from nemo_aligner.models.nlp.gpt.tokenizers import build_tokenizer
 
 SFT, PPO, RM, DPO, KTO = "gpt_sft", "gpt_ppo_actor", "training_rm", "gpt_dpo", "gpt_kto"
@@ -79,11 +81,11 @@ def _build(job: str, cfg: DictConfig, tokenizer: Any) -> FileDataset:
     """The training set of a job; see its script."""
     data, records = cfg.data, JOBS[SFT if job == STEERLM2 else job].records
     if job == STEERLM2:
-        return builders.build_steerlm2_dataset(
+        return build_steerlm2_dataset(
             data.train_ds, tokenizer, special_tokens=data.chat_prompt_tokens
         )
     if records == "example":
-        dataset = builders.build_sft_dataset(
+        dataset = build_sft_dataset(
             data.train_ds,
             tokenizer,
             # Of another job it may be the checkpoint's.
@@ -94,8 +96,8 @@ def _build(job: str, cfg: DictConfig, tokenizer: Any) -> FileDataset:
         if isinstance(dataset, PackedDataset):  # shown as the samples that the packs are made of
             return dataset.dataset
         return dataset
-    build = builders.datasets_of_job(job, cfg)
-    dataset, *_others = builders.build_configured_datasets(
+    build = datasets_of_job(job, cfg)
+    dataset, *_others = build_configured_datasets(
         OmegaConf.create({"model": cfg}), build, tokenizer
     )
     return dataset

@@ -8,7 +8,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from nemo_aligner.config.defaults import complete
-from nemo_aligner.config.jobs.reward_model import reward_model_type
+from nemo_aligner.config.jobs.supervised import reward_model_type
 from nemo_aligner.config.server_rules import (
     check_one_reward_per_sample,
     check_scores_of_tokens,

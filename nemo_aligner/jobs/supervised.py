@@ -10,8 +10,11 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig
 
 from nemo_aligner.config.defaults import complete_config
-from nemo_aligner.config.jobs.reward_model import learns_labelled_pairs, reward_model_type
-from nemo_aligner.config.jobs.sft import check_steerlm2
+from nemo_aligner.config.jobs.supervised import (
+    check_steerlm2,
+    learns_labelled_pairs,
+    reward_model_type,
+)
 from nemo_aligner.config.values import Values, resolved
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.launch.job_entry import job_main
@@ -63,7 +66,7 @@ def train_steerlm2(cfg: DictConfig) -> None:
     (docs/algorithms.md).
     """
     with long_imports():
-        from nemo_aligner.data.nlp.builders import build_steerlm2_dataset
+        from nemo_aligner.data.nlp.steerlm import build_steerlm2_dataset
         from nemo_aligner.launch.experiment import start_with_model
         from nemo_aligner.launch.supervised_job import build_sft_loaders, train_supervised
         from nemo_aligner.models.nlp.gpt.gpt_sft_model import GPTSteerLMModel
@@ -155,9 +158,12 @@ def train_distill(cfg: DictConfig) -> None:
     """
     with long_imports():
         from nemo_aligner.algorithms.distillation import OnPolicyDistillationTrainer
-        from nemo_aligner.data.nlp.builders import datasets_of_job
         from nemo_aligner.launch.experiment import start_with_model
-        from nemo_aligner.launch.supervised_job import build_dataloaders, train_supervised
+        from nemo_aligner.launch.supervised_job import (
+            build_dataloaders,
+            datasets_of_job,
+            train_supervised,
+        )
         from nemo_aligner.models.nlp.gpt.megatron_gpt_knowledge_distillation import (
             GPTKnowledgeDistillationModel,
         )
@@ -191,7 +197,7 @@ def logits(cfg: DictConfig) -> None:
     """
     with long_imports():
         from nemo_aligner.algorithms.distillation import write_topk_logits
-        from nemo_aligner.data.nlp.builders import build_sft_dataset
+        from nemo_aligner.data.nlp.sft import build_sft_dataset
         from nemo_aligner.launch.experiment import fix_chat_date, start_with_teacher
         from nemo_aligner.models.nlp.gpt.megatron_gpt_knowledge_distillation import (
             TopKTeacherModel,
@@ -263,8 +269,7 @@ def train_rm(cfg: DictConfig) -> None:
 
 def reward_model_loaders(cfg: DictConfig, tokenizer: "TokenizerSpec") -> "Loaders":
     """Loaders of the data for the kind of reward model."""
-    from nemo_aligner.data.nlp.builders import datasets_of_job
-    from nemo_aligner.launch.supervised_job import build_dataloaders
+    from nemo_aligner.launch.supervised_job import build_dataloaders, datasets_of_job
 
     return build_dataloaders(
         cfg,

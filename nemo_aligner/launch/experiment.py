@@ -51,8 +51,7 @@ from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 from nemo_aligner.parallel.collectives import gathered
 from nemo_aligner.parallel.environment import is_rank_zero
 from nemo_aligner.parallel.megatron_switches import changed
-from nemo_aligner.training import prometheus
-from nemo_aligner.training.loggers import CustomLoggerWrapper
+from nemo_aligner.training.loggers import PROMETHEUS_KEY, CustomLoggerWrapper, PrometheusLogger
 from nemo_aligner.training.timers import Timer
 
 CHAT_DATE = "chat_date.txt"
@@ -202,7 +201,7 @@ def setup_experiment(trainer: Trainer, cfg: DictConfig) -> Path | None:
         options.resume_from_checkpoint = None
         options.max_time_per_run = None
         options.seconds_to_sleep = 0
-        for key in ("checkpoint_callback_params", prometheus.KEY, *INERT_EXPERIMENT):
+        for key in ("checkpoint_callback_params", PROMETHEUS_KEY, *INERT_EXPERIMENT):
             options.pop(key.removeprefix("exp_manager."), None)
     try:
         with changed([(nemo, "check_resume", lambda *_arguments: None)]):
@@ -229,9 +228,9 @@ def setup_experiment(trainer: Trainer, cfg: DictConfig) -> Path | None:
     if is_rank_zero():
         from nemo_aligner.report.page import ABOUT_FILE
 
-        address = cfg.exp_manager.get(prometheus.KEY)
+        address = cfg.exp_manager.get(PROMETHEUS_KEY)
         if address is not None:
-            trainer.loggers = [*trainer.loggers, prometheus.PrometheusLogger(address)]
+            trainer.loggers = [*trainer.loggers, PrometheusLogger(address)]
         # In place of NeMo's file, which holds secrets.
         words = [shown_word(word) for word in sys.argv]
         (log_dir / "cmd-args.log").write_text(" ".join(words))

@@ -14,8 +14,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from nemo_aligner.checkpoint.forms import check_complete, check_restore_path
-from nemo_aligner.checkpoint.hub import HUB
+from nemo_aligner.checkpoint.forms import HUB, check_complete, check_restore_path
 from nemo_aligner.config.jobs import JOBS
 from nemo_aligner.config.rules import PREFIX_DATA_JOBS, restore_key
 from nemo_aligner.core.errors import UserError
@@ -31,16 +30,10 @@ from nemo_aligner.data.nlp.chat_records import (
     prompt_messages,
     speaks_to_assistant,
 )
+from nemo_aligner.data.nlp.fields import Columns, EqualPairError, check_text, missing, prompt_hint
 from nemo_aligner.data.nlp.record_encoder import RecordEncoder
-from nemo_aligner.data.nlp.records import (
-    Columns,
-    EqualPairError,
-    Records,
-    check_text,
-    missing,
-    prompt_hint,
-)
-from nemo_aligner.data.nlp.sources import CHUNK_ID, DataFile, Record, data_paths, open_quickly
+from nemo_aligner.data.nlp.records import CHUNK_ID, DataFile, Records, data_paths, open_quickly
+from nemo_aligner.data.nlp.sources import Record
 
 ROWS = 100  # that are looked at in each data file
 # With a key `file_path`, of a job that reads examples.

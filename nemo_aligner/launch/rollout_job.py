@@ -26,7 +26,6 @@ from nemo_aligner.config.defaults import complete
 from nemo_aligner.config.server_rules import JudgeSpec, read_web_rewards
 from nemo_aligner.config.values import plain_dict
 from nemo_aligner.core.errors import ConfigError, UserError
-from nemo_aligner.data.nlp.batch_iterators import get_batch_iterator_cls
 from nemo_aligner.data.nlp.builders import (
     build_configured_datasets,
     build_dataloader,
@@ -42,6 +41,7 @@ from nemo_aligner.data.nlp.prompts import (
     single_validation_set,
 )
 from nemo_aligner.data.nlp.record_encoder import chat_form
+from nemo_aligner.data.nlp.samplers import get_batch_iterator_cls
 from nemo_aligner.launch.experiment import (
     Experiment,
     load_trainer_state,

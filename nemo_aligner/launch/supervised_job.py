@@ -12,14 +12,31 @@ from torch.utils.data import DataLoader
 
 from nemo_aligner.algorithms.reference_log_probs import with_reference_log_probs
 from nemo_aligner.algorithms.supervised import SupervisedTrainer
+from nemo_aligner.config.jobs import JOBS
+from nemo_aligner.config.jobs.supervised import (
+    RewardModelType,
+    learns_labelled_pairs,
+    reward_model_type,
+)
 from nemo_aligner.core.tokenizer import Tokenizer
 from nemo_aligner.data.nlp.builders import (
     Datasets,
     build_configured_datasets,
     build_dataloader,
-    build_sft_dataset,
-    datasets_of_job,
+    build_train_valid_test_datasets,
 )
+from nemo_aligner.data.nlp.datasets import (
+    DPOModelDataset,
+    KTOModelDataset,
+    LabelledPairDataset,
+    RegressionRewardModelDataset,
+    ResponseDataset,
+    RewardModelDataset,
+)
+from nemo_aligner.data.nlp.file_dataset import FileDataset
+from nemo_aligner.data.nlp.prompts import RLHFDataset
+from nemo_aligner.data.nlp.sft import build_sft_dataset
+from nemo_aligner.data.nlp.topk_logits import KnowledgeDistillationDataset
 from nemo_aligner.launch.experiment import (
     Experiment,
     load_trainer_state,
@@ -98,6 +115,28 @@ def _loader(
         use_random_sampler=random,
         collate_fn=collate_fn or getattr(dataset, "collate_fn", None),
     )
+
+
+def datasets_of_job(config_name: str, model: DictConfig) -> Callable[..., Datasets]:
+    """What builds the datasets of a job that reads `model.data.data_prefix`."""
+    records = JOBS[config_name].records
+    cls: type[FileDataset] = RewardModelDataset
+    if records == "logits":
+        on_policy = model.knowledge_distillation.on_policy.fraction is not None
+        cls = ResponseDataset if on_policy else KnowledgeDistillationDataset
+        return partial(build_train_valid_test_datasets, cls, n_chunks=model.data.n_chunks)
+    if records != "scored":
+        kinds: dict[str, type[FileDataset]] = {
+            "prompt": RLHFDataset,
+            "pair": DPOModelDataset,
+            "labelled": KTOModelDataset,
+        }
+        cls = kinds[records]
+    elif learns_labelled_pairs(model):
+        cls = LabelledPairDataset
+    elif reward_model_type(model.reward_model_type) is RewardModelType.REGRESSION:
+        cls = RegressionRewardModelDataset
+    return partial(build_train_valid_test_datasets, cls)
 
 
 def train_on_preferences(

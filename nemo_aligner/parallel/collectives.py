@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from nemo_aligner.core.errors import UserError
-from nemo_aligner.core.masks import masked_mean_var, whiten
+from nemo_aligner.core.tensors import masked_mean_var, whiten
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.device import get_device
 

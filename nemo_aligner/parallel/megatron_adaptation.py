@@ -329,8 +329,8 @@ checkpoint/data_only.py | read: the name of a checkpoint's table of contents
     torch.distributed.checkpoint.filesystem:_metadata_fn
 checkpoint/torch_dist_stream.py | called: a part of a tar file is read as a file
     torch.distributed.checkpoint.utils:_create_file_view
-models/nlp/gpt/gpt_reward_model.py | overridden: a head stands in the place of the output layer
-    megatron.core.models.gpt.gpt_model:GPTModel._postprocess
+models/nlp/gpt/hybrid_model.py | called: takes the specification of a layer or of a stage
+    megatron.core.transformer.transformer_block:_get_block_submodules
 models/nlp/gpt/megatron_layers.py | overridden: there is no expert bias, and asking for it starts a
 C++ compiler
     megatron.core.transformer.moe.router:TopKRouter._apply_expert_bias

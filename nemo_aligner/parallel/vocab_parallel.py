@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from nemo_aligner.core.masks import masked_mean
+from nemo_aligner.core.tensors import masked_mean
 from nemo_aligner.parallel import context_parallel, parallel_state
 
 # Elements of one working buffer: 1 MiB of fp32 stays in a CPU's cache; a GPU wants long kernels.

@@ -5,7 +5,7 @@
 What stands all the time follows Rajbhandari et al. 2020 (ZeRO, arXiv:1910.02054, section 3.1), for
 the optimizer of `training/optim.py`. Activations follow Korthikanti et al. 2022 (arXiv:2205.05198,
 section 4), but count the tensors that autograd keeps for the layers as they are built here.
-docs/parallelism.md explains the formulas and their checks.
+docs/parallelism.md says what is left out, and how the figures were checked.
 
 Symbols: n tokens of a micro-batch on a rank, H hidden size, F width of the feed-forward layer, V
 rows of the embedding table, e bytes of a number.

@@ -15,7 +15,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from nemo_aligner.config.fields import tree_of
-from nemo_aligner.config.jobs.sft import check_steerlm2
+from nemo_aligner.config.jobs.supervised import check_steerlm2
 from nemo_aligner.config.keys.common import PARALLEL
 from nemo_aligner.config.parallel_rules import check_architecture, count_vocab_rows
 from nemo_aligner.config.rules import check_values

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Who and what may enter a server: the rules that both fronts apply (front.py, asgi_host.py).
+"""Who and what may enter a server: the rules of its front (front.py).
 
 What may pass: a GET to the general paths and those of a served endpoint; a POST to a served
 endpoint, in one body of known and limited size with readable JSON, with the server's token if it

@@ -28,7 +28,7 @@ from nemo_aligner.data.nlp.chat_records import (
     record_tools,
 )
 from nemo_aligner.data.nlp.chat_template import ChatTemplate
-from nemo_aligner.data.nlp.records import columns_asked
+from nemo_aligner.data.nlp.fields import columns_asked
 from nemo_aligner.data.nlp.sources import Record
 from nemo_aligner.generation.interface import Details, GenerationParams, Reply
 from nemo_aligner.servers.admission import RefusedError

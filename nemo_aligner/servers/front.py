@@ -1,42 +1,34 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The door of a server behind which is Triton: passes what may enter (admission.py) on to it.
+"""The door of a server: lets in what may enter (admission.py) and has it worked on. The wire is
+that of Triton (kserve.py), also where there is none (`server.frontend=asgi`).
 
-Triton itself listens on a Unix socket that only this user can open (socket_triton.py).
-
-A request's tensors stay in this process, where the functions run that reply: Triton gets the
-request under a name (REQUEST_PARAMETER), with zeros in place of the tensors, and hands it over
-when its turn has come (`Front.hand_over`); then a thread of its endpoint works on it. Through
-Triton its bytes would be copied five times, and a small request would wait for a large one.
+Triton itself listens on a Unix socket that only this user can open (socket_triton.py). A request's
+tensors stay in this process, where the functions run that reply: Triton gets the request under a
+name (REQUEST_PARAMETER), with zeros in place of the tensors, and hands it over when its turn has
+come (`Triton.hand_over`); then a thread of its endpoint works on it. Through Triton its bytes
+would be copied five times, and a small request would wait for a large one.
 """
 
 import concurrent.futures
 import contextlib
-import functools
 import http.client
-import select
+import json
 import socket
-import socketserver
-import sys
+import ssl
 import threading
-import time
-import traceback
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler
+from functools import partial
 from typing import Any
 
-import numpy as np
 from nemo.utils import logging
 
 from nemo_aligner.core.errors import cause_in
 from nemo_aligner.servers.admission import (
-    BODY_S,
-    FIRST_REQUEST_S,
     HEAD_SIZE_HEADER,
-    MOST_CONNECTIONS,
-    NEXT_REQUEST_S,
+    JSON,
     SHUTTING_DOWN,
     Access,
     Admission,
@@ -46,18 +38,11 @@ from nemo_aligner.servers.admission import (
     error_reply,
     read_head,
 )
-from nemo_aligner.servers.exchange import (
-    HEARTBEAT_HEADER,
-    HEARTBEAT_S,
-    LEASE_HEADER,
-    error_text,
-)
-from nemo_aligner.servers.kserve import encode_request, rows_of
-from nemo_aligner.servers.ports import SERVER_PORT, port_error
+from nemo_aligner.servers.exchange import LEASE_HEADER, error_text
+from nemo_aligner.servers.http_server import HttpServer, Request, future_of
+from nemo_aligner.servers.kserve import encode_request, model_config, model_metadata, rows_of
 from nemo_aligner.servers.schema import MOST_ROWS, Endpoint, Handler
-from nemo_aligner.servers.threads import in_thread
 
-PART_BYTES = 2**20
 REQUEST_PARAMETER = "nemo_aligner_request"  # holds the name of a request
 
 
@@ -82,243 +67,162 @@ class Passing:
     reply: "concurrent.futures.Future[Reply] | None" = None  # None until Triton hands it over
 
 
-class HttpServer(socketserver.ThreadingTCPServer):
-    """Each connection has a thread. `UserError`, with the `key` of the port: it cannot listen."""
+class Triton:
+    """The Triton behind a front, on the Unix socket at `path`, and the requests that it has."""
 
-    daemon_threads = True
-    block_on_close = False
-    allow_reuse_address = True
-    request_queue_size = 1024
+    def __init__(self, path: str):
+        self._path = path
+        self._lock = threading.Lock()
+        self.passing: dict[object, Passing] = {}
 
-    def __init__(self, address: tuple[str, int], handler: Any, key: str = SERVER_PORT):
-        self.address, self._key = address, key
-        self._free = threading.BoundedSemaphore(MOST_CONNECTIONS)
-        super().__init__(address, handler, bind_and_activate=False)
-        self._is_open = False
-        self._take_port(self.server_bind)
-
-    def _take_port(self, step: Callable[[], None]) -> None:
+    @contextlib.contextmanager
+    def keeping(self, name: str, request: Passing) -> Iterator[None]:
+        """Keep a request, which Triton gets under this name; at the end, unless begun, drop it."""
+        with self._lock:
+            self.passing[name] = request
         try:
-            step()
-        except (OSError, OverflowError) as error:
-            self.server_close()
-            raise port_error(*self.address, error, self._key) from error
-
-    def open(self) -> None:
-        self._take_port(self.server_activate)
-        in_thread("http server", self.serve_forever, 0.1)
-        self._is_open = True
-
-    def close(self) -> None:
-        """Let no more connections in. Those that are open stay, for the replies."""
-        if self._is_open:
-            self.shutdown()
-        self.server_close()
-
-    def verify_request(self, request: object, client_address: object) -> bool:
-        return self._free.acquire(blocking=False)
-
-    def process_request_thread(self, request: object, client_address: object) -> None:
-        try:
-            super().process_request_thread(request, client_address)  # type: ignore[arg-type]
+            yield
         finally:
-            self._free.release()
+            with self._lock:
+                del self.passing[name]
+                if request.reply is not None:
+                    request.reply.cancel()
 
-    def handle_error(self, request: object, client_address: object) -> None:
-        """Log what is an error of ours; a client or Triton that is gone is none."""
-        error = sys.exc_info()[1]
-        if not isinstance(error, OSError | http.client.HTTPException):
-            logging.error(f"request of {client_address}: {traceback.format_exc()}")
+    def hand_over(self, name: object) -> None:
+        """Have the request that Triton got under this name worked on; returns at once."""
+        with self._lock:
+            request = self.passing.get(name)
+            if request is not None and request.reply is None:  # else nobody waits for it any more
+                request.reply = request.submit()
+
+    def ask(self, method: str, path: str, body: bytes | None, headers: dict[str, str]) -> Reply:
+        """Triton's reply to a request. `RefusedError`: it is down."""
+        connection = SocketConnection(self._path, None)
+        with contextlib.closing(connection):
+            try:
+                connection.request(method, path, body, headers)
+                response = connection.getresponse()
+                content = response.read()
+            except (OSError, http.client.HTTPException) as error:
+                raise RefusedError(503, f"Server is not ready: {error}") from error
+        if response.status == 200:
+            kind = response.getheader("Content-Type")
+            return 200, {} if kind is None else {"Content-Type": kind}, content
+        text = error_text(response.status, content)  # of Triton's or PyTriton's own
+        line = cause_in(text)
+        if line != text:
+            logging.error(f"{path}: {text}")
+        return error_reply(response.status, line)
 
 
 class Front(HttpServer):
-    """The door of a server. `socket_path`: of Triton's Unix socket."""
+    """The door of a server; without `triton` a `Host` by itself."""
+
+    name = "uvicorn"
 
     def __init__(
         self,
         host: str,
         port: int,
-        socket_path: str,
         endpoints: Sequence[tuple[Endpoint, Handler]],
         access: Access,
+        tls: ssl.SSLContext | None = None,
+        triton: Triton | None = None,
     ):
-        super().__init__((host, port), _Handler)
-        self.socket_path = socket_path
+        super().__init__(host, port, tls)
         self.admission = Admission(endpoints, access)
-        self._passing: dict[object, Passing] = {}
-        self._idle = threading.Condition()
+        self.triton = triton
 
-    def close(self) -> None:
-        super().close()
+    def start(self, should_stop: Callable[[], bool]) -> None:
+        self.open()
+
+    def failure(self) -> str | None:
+        return None if self.is_open else "uvicorn ended by itself"
+
+    def close_port(self) -> None:
+        """As of `HttpServer`; requests that nobody has begun to work on are refused."""
+        super().close_port()
         self.admission.replies.close()
 
-    def wait_for_replies(self, timeout_s: float) -> None:
-        with self._idle:
-            self._idle.wait_for(lambda: not self._passing, timeout_s)
+    def close(self) -> None:
+        self.close_port()
+        super().close()
 
-    @contextlib.contextmanager
-    def passing(self, name: str, request: Passing) -> Iterator[None]:
-        """Keep a request, which Triton gets under this name; at the end, unless begun, drop it."""
-        with self._idle:
-            self._passing[name] = request
+    stop = close
+
+    def kill(self) -> None:
+        """End nothing: there is nothing outside this process."""
+
+    def error(self, status: int, line: str) -> Reply:
+        return error_reply(status, line)
+
+    def complete(self, headers: dict[str, str], body: bytes) -> dict[str, str]:
+        return self.admission.complete(headers, body)
+
+    async def reply(self, request: Request) -> Reply:
+        admitted = self.admission.admit(request.method, request.path, request.header)
+        request.note_admitted()
+        if admitted is None:
+            return 200, {}, b""
+        if admitted.what == "infer":
+            with self.admission.leases.working_for(request.header(LEASE_HEADER)):
+                return await self._infer(request, admitted)
+        if self.triton is None:
+            return 200, {"Content-Type": JSON}, self._describe(admitted)
+        return await self._ask_triton(self.triton, request)
+
+    async def _infer(self, request: Request, admitted: Admitted) -> Reply:
+        head = read_head(await request.read(admitted.head_size))
+        tensors = await request.read(admitted.length - admitted.head_size)
+        assert admitted.endpoint is not None
+        submit = self.admission.replies.submit
+        work = partial(submit, admitted.endpoint, head, tensors, admitted.length)
         try:
-            yield
-        finally:
-            with self._idle:
-                del self._passing[name]
-                if request.reply is not None:
-                    request.reply.cancel()
-                self._idle.notify_all()
+            if self.triton is None:
+                return await request.wait_for(work())
+            return await self._through(self.triton, request, Passing(work), admitted, head)
+        except concurrent.futures.CancelledError:  # nobody had begun to work on it
+            return SHUTTING_DOWN
 
-    def hand_over(self, name: object) -> None:
-        """Have the request that Triton got under this name worked on; returns at once."""
-        with self._idle:
-            request = self._passing.get(name)
-            if request is not None and request.reply is None:  # else nobody waits for it any more
-                request.reply = request.submit()
-
-
-class HttpHandler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    timeout = FIRST_REQUEST_S
-    disable_nagle_algorithm = True
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Log nothing: clients ask every few seconds."""
-
-    def send_error(
-        self, code: int, message: str | None = None, explain: str | None = None
-    ) -> None:
-        """Refuse what the base class refuses, such as a method, in the form of all errors."""
-        self.refuse(code, message or self.responses[code][0])
-
-    def send(self, status: int, headers: dict[str, str], body: bytes) -> None:
-        self.send_response_only(status)
-        for name, value in headers.items():
-            self.send_header(name, value)
-        if self.close_connection:
-            self.send_header("Connection", "close")
-        self.end_headers()
-        self.wfile.write(body)
-
-    def send_refusal(self, status: int, line: str) -> None:
-        raise NotImplementedError
-
-    def refuse(self, status: int, line: str) -> None:
-        """Reply with an error and close; reads what is still sent, or the client gets a reset."""
-        self.close_connection = True
-        self.send_refusal(status, line)
-        self.connection.shutdown(socket.SHUT_WR)
-        self.connection.settimeout(1.0)
-        deadline = time.monotonic() + BODY_S
-        while time.monotonic() < deadline and self.rfile.read1(PART_BYTES):
-            pass
-
-
-class _Handler(HttpHandler):
-    server: Front
-
-    def _handle(self) -> None:
-        admission = self.server.admission
-        try:
-            request = admission.admit(self.command, self.path, self.headers.get)
-            self.connection.settimeout(BODY_S)
-            if request is None:
-                self._send(200, {}, b"")
-            elif request.what == "infer":
-                head = read_head(bytes(self._read(request.head_size)))
-                tensors = self._read(request.length - request.head_size)
-                with admission.leases.working_for(self.headers.get(LEASE_HEADER)):
-                    self._infer(request, head, tensors)
-            else:
-                with self._asking_triton(self.command, self.path) as response:
-                    self._pass_on(response)
-        except RefusedError as refusal:
-            self.refuse(refusal.status, str(refusal))
-            return
-        self.connection.settimeout(NEXT_REQUEST_S)
-
-    do_GET = do_POST = do_DELETE = _handle
-
-    def _read(self, size: int) -> memoryview:
-        data = np.empty(size, np.uint8).data
-        if size and self.rfile.readinto(data) < size:
-            raise ConnectionError("the client has closed the connection within a body")
-        return data
-
-    @contextlib.contextmanager
-    def _asking_triton(
-        self, method: str, path: str, body: bytes | None = None, head_size: int | None = None
-    ) -> Iterator[http.client.HTTPResponse]:
-        """Send a request to Triton; gives its reply. `RefusedError`: it is down."""
-        connection = SocketConnection(self.server.socket_path, None)
-        headers = {} if head_size is None else {HEAD_SIZE_HEADER: str(head_size)}
-        with contextlib.closing(connection):
-            try:
-                connection.connect()
-            except OSError as error:
-                raise RefusedError(503, f"Server is not ready: {error}") from error
-            connection.request(method, path, body, headers)
-            waiting = select.poll()
-            waiting.register(connection.sock, select.POLLIN)
-            while not waiting.poll(1000 * HEARTBEAT_S):
-                self._give_sign_of_life()
-            response = connection.getresponse()
-            if response.length is None:
-                raise ConnectionError("Triton's reply was cut short within its headers")
-            yield response
-
-    def _infer(self, request: Admitted, head: dict[str, Any], tensors: memoryview) -> None:
-        assert request.endpoint is not None
-        endpoint, name = self.server.admission.endpoints[request.endpoint], uuid.uuid4().hex
-        submit = self.server.admission.replies.submit
-        passing = Passing(functools.partial(submit, endpoint.name, head, tensors, request.length))
+    async def _through(
+        self,
+        triton: Triton,
+        request: Request,
+        passing: Passing,
+        admitted: Admitted,
+        head: dict[str, Any],
+    ) -> Reply:
+        endpoint, name = self.admission.endpoints[str(admitted.endpoint)], uuid.uuid4().hex
         # What else it says is refused when its tensors are read.
         rows = min(max(rows_of(head), 1), MOST_ROWS)
         zeros_head, zeros = encode_request(endpoint.empty_request(rows), {REQUEST_PARAMETER: name})
         body = b"".join([zeros_head, *zeros])
-        with self.server.passing(name, passing):
-            with self._asking_triton("POST", self.path, body, len(zeros_head)) as response:
-                said = self._read_error(response) if response.status != 200 else None
-            if passing.reply is not None:
-                self._send(*self._wait_for(passing.reply))
-            elif said is not None:
-                self.send_refusal(response.status, said)
-            else:
-                self.send_refusal(500, f"Triton has not handed over a request to {endpoint.name}")
-
-    def _wait_for(self, reply: "concurrent.futures.Future[Reply]") -> Reply:
-        while True:
+        with triton.keeping(name, passing):
             try:
-                return reply.result(HEARTBEAT_S)
-            except concurrent.futures.TimeoutError:
-                self._give_sign_of_life()
-            except concurrent.futures.CancelledError:  # nobody had begun to work on it
-                return SHUTTING_DOWN
+                said = await self._ask_triton(triton, request, body, len(zeros_head))
+            except RefusedError:
+                if passing.reply is None:
+                    raise
+            if passing.reply is not None:
+                return await request.wait_for(passing.reply)
+        if said[0] != 200:
+            return said
+        return error_reply(500, f"Triton has not handed over a request to {endpoint.name}")
 
-    def _give_sign_of_life(self) -> None:
-        if HEARTBEAT_HEADER in self.headers:
-            self.send_response_only(100)
-            self.end_headers()
+    async def _ask_triton(
+        self, triton: Triton, request: Request, body: bytes | None = None, head_size: int = 0
+    ) -> Reply:
+        headers = {HEAD_SIZE_HEADER: str(head_size)} if body else {}
+        asked = request.method, request.path, body, headers
+        return await request.wait_for(future_of("ask Triton", triton.ask, *asked))
 
-    def _pass_on(self, response: http.client.HTTPResponse) -> None:
-        if response.status != 200 and response.length:
-            self.send_refusal(response.status, self._read_error(response))
-            return
-        kind = response.getheader("Content-Type")
-        headers = {} if kind is None else {"Content-Type": kind}
-        self._send(response.status, headers, response.read())
-
-    def _read_error(self, response: http.client.HTTPResponse) -> str:
-        """Return an error of Triton's or PyTriton's own in one line; the log gets all of it."""
-        text = error_text(response.status, response.read())
-        line = cause_in(text)
-        if line != text:
-            logging.error(f"{self.path}: {text}")
-        return line
-
-    def _send(self, status: int, headers: dict[str, str], body: bytes) -> None:
-        self.send(status, self.server.admission.complete(headers, body), body)
-
-    def send_refusal(self, status: int, line: str) -> None:
-        self._send(*error_reply(status, line))
+    def _describe(self, request: Admitted) -> bytes:
+        if request.what in ("live", "ready"):
+            return b""
+        if request.endpoint is None:
+            extensions = ["binary_tensor_data", "model_configuration"]
+            about: Any = {"name": "nemo_aligner", "version": "", "extensions": extensions}
+        else:
+            describe = model_config if request.what == "config" else model_metadata
+            about = describe(self.admission.endpoints[request.endpoint])
+        return json.dumps(about).encode()

@@ -47,6 +47,7 @@ from nemo_aligner.core.errors import (
 from nemo_aligner.servers.admission import Access
 from nemo_aligner.servers.constants import ServerSignal
 from nemo_aligner.servers.control_group import ControlGroup, JobStore, StoreLostError
+from nemo_aligner.servers.front import Front
 from nemo_aligner.servers.schema import Arrays, Endpoint, Handler
 from nemo_aligner.servers.threads import in_thread, settle
 from nemo_aligner.training.stop_requests import REPEATED_S, caught
@@ -93,12 +94,10 @@ class Frontend:
     def make_host(self, endpoints: Sequence[tuple[Endpoint, Handler]]) -> Host:
         where = self.host, self.port, endpoints, self.access
         if self.kind == "asgi":
-            from nemo_aligner.servers.asgi_host import AsgiHost
-
-            return AsgiHost(*where, self.tls)
+            return Front(*where, self.tls)
         from nemo_aligner.servers.triton_host import TritonHost
 
-        return TritonHost(*where, self.batcher)
+        return TritonHost(*where, self.batcher, self.tls)
 
 
 class OperationFailedError(ServerRequestError):

@@ -8,6 +8,7 @@ import gc
 import glob
 import os
 import shutil
+import ssl
 import threading
 import time
 import traceback
@@ -21,7 +22,7 @@ from nemo.utils import logging
 
 from nemo_aligner.core.leftovers import SHARED_MEMORY, shared_memory_prefix, temporary_folder
 from nemo_aligner.servers.admission import Access
-from nemo_aligner.servers.front import REQUEST_PARAMETER, Front, SocketConnection
+from nemo_aligner.servers.front import REQUEST_PARAMETER, Front, SocketConnection, Triton
 from nemo_aligner.servers.schema import MOST_ROWS, Arrays, Endpoint, Handler, triton_tensors
 from nemo_aligner.servers.triton_environment import (
     folder_of_workspaces,
@@ -70,9 +71,10 @@ class TritonHost:
         endpoints: Sequence[tuple[Endpoint, Handler]],
         access: Access,
         batcher: Mapping[str, Any],
+        tls: ssl.SSLContext | None = None,
     ):
         self.host, self.port, self._endpoints = host, port, endpoints
-        self._access, self._batcher = access, batcher
+        self._access, self._batcher, self._tls = access, batcher, tls
         self._triton: Any = None  # a `SocketTriton` while it runs
         self._front: Front | None = None
         self._directory: str | None = None
@@ -106,12 +108,13 @@ class TritonHost:
         from nemo_aligner.servers.socket_triton import SocketTriton
 
         triton = SocketTriton(self._directory, self._memory_prefix)
-        address = self.host, self.port
-        self._front = Front(*address, triton.socket_path, self._endpoints, self._access)
+        behind = Triton(triton.socket_path)
+        given = self._endpoints, self._access, self._tls, behind
+        self._front = Front(self.host, self.port, *given)
         self._triton = triton
         try:
             for endpoint, _function in self._endpoints:
-                self._bind(endpoint, self._front)
+                self._bind(endpoint, behind)
             self._run(should_stop, patience_s)
         except Exception:
             with contextlib.suppress(OSError), open(triton.log_path, errors="replace") as log:
@@ -119,14 +122,14 @@ class TritonHost:
                 logging.error(f"Triton did not start. The end of its log:\n{end}")
             raise
 
-    def _bind(self, endpoint: Endpoint, front: Front) -> None:
+    def _bind(self, endpoint: Endpoint, behind: Triton) -> None:
         from pytriton.model_config import DynamicBatcher, ModelConfig
 
         def hand_over(requests: list[Any]) -> list[Arrays]:
             # Triton hands over together what arrives together. Computed as one batch, the last
             # bits of a score would depend on that, and a bad request would fail good ones.
             for request in requests:
-                front.hand_over(request.parameters[REQUEST_PARAMETER])
+                behind.hand_over(request.parameters[REQUEST_PARAMETER])
             return [endpoint.empty_reply(len(next(iter(each.values())))) for each in requests]
 
         batcher = DynamicBatcher(**self._batcher)
@@ -210,6 +213,8 @@ class TritonHost:
         """See `Host.failure`. Triton says "ready" even without a stub; a silent one is killed."""
         if self._triton is None or not self._triton.is_alive():
             return "Triton ended by itself"
+        if self._front is None or self._front.failure() is not None:
+            return "the front of Triton ended by itself"
         for endpoint, processes in self._stubs.items():
             if not all(map(_is_alive, processes)):
                 return f"Triton's process for {endpoint} ended by itself"
@@ -223,7 +228,7 @@ class TritonHost:
     def stop(self) -> None:
         """Stop Triton and remove what it leaves; a second call waits for the first."""
         if self._front is not None:
-            self._front.close()
+            self._front.close_port()
         if self._triton is not None:
             # PyTriton collects garbage once per endpoint, half a second each with torch loaded.
             gc.freeze()
@@ -234,7 +239,7 @@ class TritonHost:
             gc.unfreeze()
             self._triton = None
         if self._front is not None:
-            self._front.wait_for_replies(2.0)
+            self._front.close()
             self._front = None
         self._clean()
 

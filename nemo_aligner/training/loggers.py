@@ -1,14 +1,16 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Log a job's metrics with Lightning's loggers (TensorBoard, Weights & Biases, ...) and in files.
+"""Log a job's metrics with Lightning's loggers (TensorBoard, Weights & Biases, ...), in files
+and for Prometheus.
 
-`metrics.jsonl` has one line per call of `log_metrics`: `{"step": 3, "time": 1700000000.0,
+`metrics.jsonl` has one line per step and family of names: `{"step": 3, "time": 1700000000.0,
 "train/loss": 0.5, ...}`. `tables.jsonl` has one per table update, `{"key": ..., "step": ...,
 "time": ..., "rows": [{...}]}`, with the new rows. A resumed job appends to both; where it repeats
 a step, the later line counts. NaN and infinities are written as null.
 """
 
 import errno
+import itertools
 import json
 import math
 import os
@@ -24,6 +26,14 @@ from nemo_aligner.parallel.environment import is_rank_zero
 
 if TYPE_CHECKING:
     import pandas
+import re
+
+from prometheus_client import CollectorRegistry, Gauge, start_http_server
+
+
+def named(family: str, metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """`metrics` with the `family`, such as "train/", before each name."""
+    return {f"{family}{key}": value for key, value in metrics.items()}
 
 
 class CustomLoggerWrapper:
@@ -58,11 +68,12 @@ class CustomLoggerWrapper:
         """Log numbers (Python's, NumPy's, one-element tensors; else `TypeError`) under `prefix` +
         key, without None.
         """
-        named = {
-            f"{prefix}{k}": _number(f"{prefix}{k}", v) for k, v in metrics.items() if v is not None
-        }
-        self.apply_fn("log_metrics", named, step=step)
-        self._write("metrics", {"step": step, "time": time.time(), **named})
+        given = named(prefix, metrics)
+        numbers = {key: _number(key, value) for key, value in given.items() if value is not None}
+        self.apply_fn("log_metrics", numbers, step=step)
+        about = {"step": step, "time": time.time()}
+        for _, family in itertools.groupby(numbers, os.path.dirname):
+            self._write("metrics", about | {key: numbers[key] for key in family})
         self._report(False)
 
     def log_table(self, key: str, dataframe: "pandas.DataFrame", step: int | None = None) -> None:
@@ -139,8 +150,11 @@ class _JsonLines:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             _drop_torn_line(self.path)
             self._number = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-        line = json.dumps(_plain(record), allow_nan=False, ensure_ascii=False) + "\n"
-        self._waiting += line.encode()
+        try:
+            line = json.dumps(record, allow_nan=False, ensure_ascii=False)
+        except (TypeError, ValueError):  # it holds what JSON has no form for
+            line = json.dumps(_plain(record), allow_nan=False, ensure_ascii=False)
+        self._waiting += line.encode() + b"\n"
         error = self._write_waiting(self._number)
         if error is not None and not self._warned:
             self._warned = True
@@ -210,3 +224,46 @@ def _plain(value: Any) -> Any:
     if value is None or isinstance(value, (bool, int, str)):
         return value
     return str(value)
+
+
+# -------------------------------------------------------------------------------------- Prometheus
+
+PROMETHEUS_KEY = "prometheus_address"
+
+
+class PrometheusLogger:
+    """Serves `http://HOST:PORT/metrics` from a thread until `finalize`: `train/loss` is the gauge
+    `nemo_aligner_train_loss`, the step `nemo_aligner_step`.
+
+    Args:
+        address: `HOST:PORT`, the value of `exp_manager.prometheus_address`; port 0: a free one.
+
+    `UserError`: it is no address, or is taken.
+    """
+
+    def __init__(self, address: str) -> None:
+        key = f"exp_manager.{PROMETHEUS_KEY}={address}"
+        host, _, port = str(address).rpartition(":")
+        if not host or not port.isdigit():
+            raise UserError(f"{key} is not HOST:PORT, such as 0.0.0.0:9400.")
+        self._registry = CollectorRegistry()
+        self._gauges: dict[str, Gauge] = {}
+        try:
+            self._server, self._thread = start_http_server(int(port), host, self._registry)
+        except (OSError, OverflowError) as error:
+            raise UserError(f"{key} cannot be served: {error}.") from error
+        self.port = self._server.server_port
+        logging.info(f"metrics for Prometheus: http://{host}:{self.port}/metrics")
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        for key, value in {**metrics, **({} if step is None else {"step": step})}.items():
+            name = "nemo_aligner_" + re.sub(r"[^a-zA-Z0-9_]", "_", key)
+            if name not in self._gauges:
+                self._gauges[name] = Gauge(name, key, registry=self._registry)
+            self._gauges[name].set(value)
+
+    def finalize(self, status: str) -> None:
+        """Free the port; what is logged afterwards nobody sees."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()

@@ -38,11 +38,6 @@ from nemo_aligner.parallel.collectives import broadcast_tensor_within_pp
 from nemo_aligner.parallel.context_parallel import take_share
 from nemo_aligner.parallel.device import get_device
 from nemo_aligner.parallel.megatron_switches import shapes_exchanged
-from nemo_aligner.training.expert_losses import (
-    forget_balance_losses,
-    has_balance_losses,
-    take_balance_losses,
-)
 from nemo_aligner.training.finite import check_finite
 from nemo_aligner.training.micro_batches import Plan, plan_of_rank
 from nemo_aligner.training.token_counts import (
@@ -50,7 +45,10 @@ from nemo_aligner.training.token_counts import (
     TRAIN,
     attended_pairs,
     count_tokens,
+    forget_balance_losses,
+    has_balance_losses,
     pass_flops,
+    take_balance_losses,
 )
 
 Batch = dict[str, torch.Tensor]
@@ -224,7 +222,7 @@ def forward_backward(
     """Forward (and backward) of one global batch; all ranks call it. Returns (metrics, moments),
     summed over micro-batches and data-parallel ranks, equal on every rank: the scalars as numbers,
     the others as float64 tensors on the CPU. With gradients the metrics include the balance losses
-    of experts (`expert_losses.py`), which are means.
+    of experts (`token_counts.py`), which are means.
 
     `UserError`: `micro_batch_size` does not divide B, or virtual pipelining needs another number
     of micro-batches. `NonFiniteError`: the loss or a gradient is NaN or infinite; on every rank,

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,7 +37,7 @@ class ScopedTimer:
         reduction: of several durations of one name: "mean", "sum", "max" or "min".
         sync_cuda: wait for the GPU before and after a scope, so that its work counts in it.
         buffer_size: most durations of a name before they are consumed; -1: any number.
-        on_scope: called after each scope with name, start (s since the epoch) and seconds.
+        on_scope: called after each scope with its row of the timeline.
     """
 
     def __init__(
@@ -44,7 +45,7 @@ class ScopedTimer:
         reduction: str = "mean",
         sync_cuda: bool = True,
         buffer_size: int = 1,
-        on_scope: Callable[[str, float, float], None] | None = None,
+        on_scope: Callable[[dict[str, Any]], None] | None = None,
     ) -> None:
         if reduction not in _REDUCTIONS:
             known = ", ".join(_REDUCTIONS)
@@ -67,7 +68,7 @@ class ScopedTimer:
         duration = self._now() - start
         self._durations.setdefault(name, []).append(duration)
         if self._on_scope is not None:
-            self._on_scope(name, began, duration)
+            self._on_scope({"phase": name, "start": began, "seconds": duration})
 
     @contextmanager
     def forgotten_on_error(self) -> Iterator[None]:
@@ -197,14 +198,10 @@ def _seconds(duration: str | timedelta | None) -> float:
 FILE = "timeline"  # .jsonl
 
 
-def log_phase(logger: Logger, step: int, phase: str, start: float, seconds: float) -> None:
-    """Append a phase to the timeline; `start` in seconds since the epoch, as jobs compare it."""
-    logger.log_samples(FILE, [{"phase": phase, "start": start, "seconds": seconds}], step=step)
-
-
 @contextmanager
 def logged_phase(logger: Logger, step: int, phase: str) -> Iterator[None]:
     """Append the scope to the timeline of the job, unless it raises."""
     start, clock = time.time(), time.monotonic()
     yield
-    log_phase(logger, step, phase, start, time.monotonic() - clock)
+    row = {"phase": phase, "start": start, "seconds": time.monotonic() - clock}
+    logger.log_samples(FILE, [row], step=step)

@@ -1,6 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""How many tokens the passes of this process computed, how many were no padding, and how fast.
+"""How many tokens the passes of this process computed, how many were no padding, and how fast;
+and the losses that balance the experts of a mixture of experts, as metrics.
 
 `megatron_steps.py` counts, trainers read the counts once per step and log them.
 
@@ -14,15 +15,15 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 import torch
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer import TransformerConfig
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
-from nemo_aligner.core.interfaces import Logger
 from nemo_aligner.parallel import parallel_state
-from nemo_aligner.parallel.collectives import all_reduce_dict
+from nemo_aligner.parallel.collectives import all_reduce, all_reduce_dict
 from nemo_aligner.parallel.device import get_device
-from nemo_aligner.training.expert_losses import expert_layers
+from nemo_aligner.parallel.megatron_switches import take_balance_table
+from nemo_aligner.training.loggers import named
 
 FORWARD = "forward"  # without gradient: log-probs, scores, validation
 TRAIN = "train"
@@ -77,16 +78,13 @@ def take_token_counts(
     return tokens, speeds
 
 
-def log_token_counts(
-    logger: Logger,
-    step: int,
+def token_metrics(
     names: Mapping[str, str],
     seconds: Mapping[str, float],
     speeds: Mapping[str, float] = MappingProxyType({}),
 ) -> dict[str, float]:
-    """Log `take_token_counts` as the families `tokens/` and `speed/`; returns the latter, with
-    other `speeds` and on a GPU the largest `memory_peak_gb` since the last call; all ranks call
-    it.
+    """`take_token_counts` as the families `tokens/` and `speed/`, the latter with other `speeds`
+    and on a GPU the largest `memory_peak_gb` since the last call; all ranks call it.
     """
     tokens, counted = take_token_counts(names, seconds)
     speeds = {**speeds, **counted}
@@ -94,20 +92,17 @@ def log_token_counts(
         peak = {"memory_peak_gb": torch.cuda.max_memory_allocated() / 1e9}
         speeds |= all_reduce_dict(peak, op=torch.distributed.ReduceOp.MAX)
         torch.cuda.reset_peak_memory_stats()
-    for prefix, metrics in (("tokens/", tokens), ("speed/", speeds)):
-        if metrics:
-            logger.log_metrics(metrics, step=step, prefix=prefix)
-    return speeds
+    return named("tokens/", tokens) | named("speed/", speeds)
 
 
-def in_short(speeds: Mapping[str, float]) -> dict[str, float]:
-    """Those of `log_token_counts` that a progress bar shows."""
+def in_short(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Those of `token_metrics` that a progress bar shows."""
     shown = {
-        "generate_tokens_per_s": "generated_tokens_per_s",
-        "train_tokens_per_s": "tokens_per_s",
-        "train_mfu": "mfu",
+        "speed/generate_tokens_per_s": "generated_tokens_per_s",
+        "speed/train_tokens_per_s": "tokens_per_s",
+        "speed/train_mfu": "mfu",
     }
-    return {shown[name]: speed for name, speed in speeds.items() if name in shown}
+    return {shown[name]: speed for name, speed in metrics.items() if name in shown}
 
 
 # ---------------------------------------------------------------------- floating-point operations
@@ -172,3 +167,58 @@ def pass_flops(module: torch.nn.Module, tokens: int, pairs: int, training: bool)
         return tokens * per_token + pairs * per_pair
     frozen = any(not parameter.requires_grad for parameter in model.parameters())
     return tokens * per_token * (2 if frozen else 3) + pairs * per_pair * 3
+
+
+# --------------------------------------------------------------------- losses that balance experts
+# Megatron Core adds their gradients by itself and keeps their values, per layer, in a table of the
+# process. Both are statistics of the tokens of a micro-batch, padding included.
+
+
+def has_balance_losses(config: TransformerConfig) -> bool:
+    """Whether training adds such losses; they depend on which tokens share a micro-batch."""
+    coefficients = (config.moe_aux_loss_coeff, config.moe_z_loss_coeff)
+    return bool(config.num_moe_experts) and any(coefficients)
+
+
+def forget_balance_losses() -> None:
+    """Empty the table before a pass: a failed one, or a direct call of a router, may have filled
+    it.
+    """
+    take_balance_table()
+
+
+def take_balance_losses(config: TransformerConfig, num_microbatches: int) -> dict[str, float]:
+    """Read and clear the balance losses, without their coefficients, of the last forward-backward
+    pass, which had `num_microbatches` on this rank; all ranks call it.
+
+    Returns means over layers with experts, micro-batches and data-parallel ranks, equal on every
+    rank: `moe_load_balancing_loss` (1 where every expert gets equally many tokens with equal
+    probability) and `moe_z_loss` (mean squared log-sum-exp of the router's logits), each only if
+    its coefficient is set.
+    """
+    # Of a split sequence a rank has a part of the first loss, and its own mean for the second.
+    wanted = {}
+    if config.num_moe_experts and config.moe_aux_loss_coeff:
+        wanted["load_balancing_loss"] = 1
+    if config.num_moe_experts and config.moe_z_loss_coeff:
+        wanted["z_loss"] = config.tensor_model_parallel_size * config.context_parallel_size
+    if not wanted:
+        return {}
+    table = take_balance_table()
+    # A pipeline stage may have no layer with experts.
+    zero = torch.zeros(1, device=get_device())
+    sums = all_reduce(torch.stack([table.get(name, zero).double().sum() for name in wanted]))
+    count = sum(expert_layers(config)) * num_microbatches
+    count *= parallel_state.get_data_parallel_world_size()
+    return {
+        f"moe_{name}": float(value) / (count * wanted[name])
+        for name, value in zip(wanted, sums, strict=True)
+    }
+
+
+def expert_layers(config: TransformerConfig) -> list[bool]:
+    """Of each layer of a whole model with experts, whether it has some."""
+    pattern = config.moe_layer_freq
+    if isinstance(pattern, list):
+        return [bool(one) for one in pattern]
+    return [layer % pattern == 0 for layer in range(config.num_layers)]

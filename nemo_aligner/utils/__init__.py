@@ -34,7 +34,7 @@ DOORS = {
         "servers.scoring_clients"
     ),
     "models.nlp.gpt.reward_model_classes": (
-        "config.jobs.reward_model models.nlp.gpt.megatron_gpt_reward_model"
+        "config.jobs.supervised models.nlp.gpt.megatron_gpt_reward_model"
     ),
     "models.nlp.gpt.rewards_in_place_of_critic": (
         "NothingToDo=servers.scoring_clients:NoCriticFuture servers.scoring_clients "
@@ -42,7 +42,7 @@ DOORS = {
     ),
     "types": "core.types",
     "utils.advantages": "core.advantages",
-    "utils.batch_iterators": "data.nlp.batch_iterators",
+    "utils.batch_iterators": "data.nlp.samplers",
     "utils.checkpointing": (
         "checkpoint.checkpointing checkpoint.folders checkpoint.optimizer_forms"
     ),
@@ -58,13 +58,13 @@ DOORS = {
     "utils.dist_ckpt": "checkpoint.dist_ckpt",
     "utils.distributed": "parallel.collectives parallel.vocab_parallel training.timers",
     "utils.errors": "core.errors",
-    "utils.expert_losses": "training.expert_losses",
+    "utils.expert_losses": "training.token_counts",
     "utils.finite": "training.finite",
     "utils.kl": "core.kl",
     "utils.loggers": "parallel.environment training.loggers",
     "utils.megatron_steps": "training.megatron_steps",
     "utils.nemo_archive": (
-        "checkpoint.nemo_archive checkpoint.nemo_writing "
+        "checkpoint.nemo_archive "
         "check_restore_path=checkpoint.forms:check_restore_path checkpoint.sources"
     ),
     "utils.optim": "config.optim_rules training.optim",
@@ -72,7 +72,7 @@ DOORS = {
     "utils.parallel_state": "parallel.parallel_state",
     "utils.ports": "servers.ports",
     "utils.ppo_rules": "config.jobs.actors core.estimators",
-    "utils.ppo_utils": "core.advantages core.kl core.losses core.masks core.tensors",
+    "utils.ppo_utils": "core.advantages core.kl core.losses core.tensors",
     "utils.replicas": "parallel.replicas",
     "utils.resume_pair": "checkpoint.folders",
     "utils.reward_models": "config.server_rules",
@@ -80,7 +80,7 @@ DOORS = {
         "core.tokenizer servers.futures servers.requests servers.triton_environment "
         "servers.triton_host"
     ),
-    "utils.text_generation_utils": "generation.interface generation.text",
+    "utils.text_generation_utils": "generation.interface",
     "utils.timers": "training.timers",
     "utils.train_script_utils": (
         "launch.endings launch.experiment launch.model_loading launch.processes "
@@ -90,7 +90,7 @@ DOORS = {
     "utils.trainer_utils": "training.schedule",
     "utils.trt_llm": "core.tensors",
     "utils.utils": (
-        "checkpoint.dist_ckpt checkpoint.folders checkpoint.nemo_archive core.masks "
+        "checkpoint.dist_ckpt checkpoint.folders checkpoint.nemo_archive "
         "core.tensors data.nlp.prompts launch.model_loading launch.script_steps "
         "models.nlp.gpt.model_functions parallel.collectives parallel.device"
     ),

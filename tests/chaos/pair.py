@@ -83,33 +83,16 @@ class Pair:
     def start_server(self) -> ScriptJob:
         if self.kind == "ppo":
             script = str(self.folder / "serve_ppo_critic.py")
-            return test_ppo_job.critic(
-                self.inputs,
-                self.folder,
-                self.port,
-                self.ranks,
-                "python",
-                test_ppo_job.TRITON,
-                test_ppo_job.CONSTANT_RATE,
-                f"trainer.hang_timeout_s={self.hang_timeout_s}",
-                script=script,
-            )
+            own = [test_ppo_job.TRITON, test_ppo_job.CONSTANT_RATE]
+            own.append(f"trainer.hang_timeout_s={self.hang_timeout_s}")
+            options = {"ranks": self.ranks, "script": script}
+            return test_ppo_job.critic(self.inputs, self.folder, self.port, *own, **options)
         code = REWARD_FUNCTION.format(root=str(phases.ROOT), folder=str(self.folder))
         (self.folder / "reward.py").write_text(textwrap.dedent(code))
-        extra = [
-            "inference.reward_fn=reward.py:score",
-            "model.tokenizer.library=huggingface",
-            f"model.tokenizer.type={self.tokenizer}",
-        ]
-        return reward_server(
-            "null",
-            self.folder,
-            self.port,
-            1,
-            "python",
-            *extra,
-            script=str(self.folder / "serve_reward_model.py"),
-        )
+        extra = ["inference.reward_fn=reward.py:score", "model.tokenizer.library=huggingface"]
+        extra.append(f"model.tokenizer.type={self.tokenizer}")
+        script = str(self.folder / "serve_reward_model.py")
+        return reward_server("null", self.folder, self.port, *extra, script=script)
 
     def start_actor(self) -> ScriptJob:
         section = "ppo" if self.kind == "ppo" else "rs"
@@ -123,15 +106,12 @@ class Pair:
             test_ppo_job.CONSTANT_RATE,
             f"trainer.hang_timeout_s={self.hang_timeout_s}",
         ]
-        return job.actor(
-            self.inputs,
-            self.folder,
+        port, script = (
             self.network_port or self.port,
-            self.ranks,
-            "python",
-            *extra,
-            script=str(self.folder / f"train_gpt_{section}_actor.py"),
+            self.folder / f"train_gpt_{section}_actor.py",
         )
+        own = {"ranks": self.ranks, "script": str(script)}
+        return job.actor(self.inputs, self.folder, port, *extra, **own)
 
     def run(self, happen: Callable[["Pair"], None] | None = None) -> None:
         """Run to the end of training, and let the fault `happen` in the first start. Whatever ends
@@ -175,11 +155,8 @@ class Pair:
     def story(self, what: str) -> str:
         """`what`, with the ends of all logs."""
         logs = [f"--- {e.side} ended with {e.code}:\n{e.log[-3000:]}" for e in self.endings]
-        logs += [
-            f"--- {job.log_path.name} now:\n{job.log[-3000:]}"
-            for job in (self.server, self.actor)
-            if job is not None
-        ]
+        jobs = [job for job in (self.server, self.actor) if job is not None]
+        logs += [f"--- {job.log_path.name} now:\n{job.log[-3000:]}" for job in jobs]
         return "\n".join([what, *logs])
 
     # ---- where and whom a fault meets ----
@@ -207,11 +184,9 @@ class Pair:
 
     def of_triton(self, word: str) -> psutil.Process:
         """The process of Triton's, of the server, with `word` in its command."""
-        found = [
-            process
-            for process in psutil.Process(self.server.process.pid).children(recursive=True)
-            if "triton" in process.name() and word in " ".join(process.cmdline()[:2])
-        ]
+        family = psutil.Process(self.server.process.pid).children(recursive=True)
+        triton = [process for process in family if "triton" in process.name()]
+        found = [process for process in triton if word in " ".join(process.cmdline()[:2])]
         assert found, self.story(f"no process with {word}")
         return found[0]
 
@@ -230,11 +205,8 @@ class Pair:
         }
         for side in sides:
             last, _state = complete_checkpoints(self.folder / side / "checkpoints")[-1]
-            sums = {
-                f"{side} {name}": value
-                for name, value in (read_manifest(last) or {}).items()
-                if name.endswith(".distcp")
-            }
+            entries = (read_manifest(last) or {}).items()
+            sums = {f"{side} {name}": x for name, x in entries if name.endswith(".distcp")}
             assert sums, self.story(f"{last} has no weights")
             found |= sums
         return found

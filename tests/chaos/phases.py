@@ -59,9 +59,8 @@ def save(number: int) -> Callable[[int, tuple], bool]:
     written its weights.
     """
     saves = itertools.count(1)
-    return lambda _count, arguments: (
-        arguments[0].parent.name == RNG_FOLDER and next(saves) == number
-    )
+    is_rng = lambda arguments: arguments[0].parent.name == RNG_FOLDER
+    return lambda _count, arguments: is_rng(arguments) and next(saves) == number
 
 
 TRAINER = "nemo_aligner.algorithms.rollout_trainer:RolloutTrainer"
@@ -97,13 +96,9 @@ PLACES = {
 def write_scripts(folder: Path) -> None:
     """Scripts that run those of the project of the same name, with faults."""
     for script in SCRIPTS.glob("*.py"):
-        lines = [
-            "import sys",
-            f"sys.path.insert(0, {str(ROOT)!r})",
-            "from tests.chaos.phases import run",
-            'if __name__ == "__main__":',
-            f"    run({str(script)!r})",
-        ]
+        lines = ["import sys", f"sys.path.insert(0, {str(ROOT)!r})"]
+        lines += ["from tests.chaos.phases import run"]
+        lines += ['if __name__ == "__main__":', f"    run({str(script)!r})"]
         (folder / script.name).write_text("\n".join(lines))
 
 

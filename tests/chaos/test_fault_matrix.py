@@ -24,7 +24,6 @@ import pytest
 from tests.chaos.pair import STEPS, Pair, chaos
 from tests.chaos.phases import PLACES, owner_of
 from tests.faulty_network import FAULTS, FaultyNetwork
-from tests.functional.test_ppo_job import inputs  # noqa: F401  (a fixture)
 
 SIGNALS = ("SIGKILL", "SIGTERM", "SIGSTOP")
 INSTANTS = int(os.environ.get("CHAOS_INSTANTS", 10))  # 200 in a long run
@@ -144,11 +143,8 @@ CELLS = ALL_CELLS if os.environ.get("CHAOS") == "all" else once(ALL_CELLS)
 # (reward workers), and in tests/unit/test_pair.py (damaged files).
 SELECTED = {Cell("ppo", "actor 1", "train", "SIGKILL")}
 # Endpoints of the phases in which the network loses things.
-ENDPOINTS = {
-    "score": ("critic_infer", "reward_model"),
-    "train": ("critic_train",),
-    "save": ("critic_save",),
-}
+ENDPOINTS = {"score": ("critic_infer", "reward_model"), "train": ("critic_train",)}
+ENDPOINTS |= {"save": ("critic_save",)}
 
 
 def marks(cell: Cell) -> list:
@@ -156,7 +152,7 @@ def marks(cell: Cell) -> list:
 
 
 @pytest.fixture(scope="module")
-def new_pair(inputs, tiny_tokenizer_dir, tmp_path_factory):  # noqa: F811
+def new_pair(inputs, tiny_tokenizer_dir, tmp_path_factory):
     def make(kind: str, folder: Path, **settings) -> Pair:
         return Pair(kind, inputs, folder, tiny_tokenizer_dir, **settings)
 
@@ -378,6 +374,5 @@ def report(cell: Cell, pair: Pair, seconds: float) -> None:
     if file := os.environ.get("CHAOS_REPORT"):
         ends = [(ending.side, ending.code) for ending in pair.endings]
         with open(file, "a") as out:
-            out.write(
-                json.dumps({**cell._asdict(), "seconds": round(seconds, 1), "ends": ends}) + "\n"
-            )
+            record = {**cell._asdict(), "seconds": round(seconds, 1), "ends": ends}
+            out.write(json.dumps(record) + "\n")

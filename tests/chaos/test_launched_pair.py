@@ -12,7 +12,6 @@ import pytest
 from tests.chaos.pair import END_S, Pair
 from tests.chaos.phases import ROOT
 from tests.functional import jobs
-from tests.functional.test_ppo_job import inputs  # noqa: F401  (a fixture)
 from tests.patience import patience, wait_until
 
 
@@ -30,24 +29,16 @@ def commands(pair: Pair, monkeypatch) -> list[str]:
 @pytest.mark.chaos
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_the_launcher_brings_a_killed_pair_to_its_end(
-    inputs,  # noqa: F811
-    tiny_tokenizer_dir,
-    tmp_path,
-    monkeypatch,
-):
+def test_the_launcher_ends_a_killed_pair(inputs, tiny_tokenizer_dir, tmp_path, monkeypatch):
     undisturbed = Pair("ppo", inputs, tmp_path / "undisturbed", tiny_tokenizer_dir)
     undisturbed.run()
     pair = Pair("ppo", inputs, tmp_path / "pair", tiny_tokenizer_dir)
     words = commands(pair, monkeypatch)
     with (tmp_path / "log").open("w") as log:
-        process = subprocess.Popen(
-            ["bash", str(ROOT / "scripts/launch_local.sh"), *words],
-            env={**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"},
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        words = ["bash", str(ROOT / "scripts/launch_local.sh"), *words]
+        environment = {**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
+        streams = {"stdout": log, "stderr": subprocess.STDOUT, "start_new_session": True}
+        process = subprocess.Popen(words, env=environment, **streams)
     try:
         for script, step in (("train_gpt_ppo_actor", 1), ("serve_ppo_critic", 2)):
             saved = f"actor/checkpoints/megatron_gpt-step={step}-*/COMPLETE"

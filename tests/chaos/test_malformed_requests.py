@@ -27,10 +27,7 @@ GROWTH_MB = 64  # of all processes of the server, between a tenth of the request
 ROWS, WIDTH = 3, 8
 TOKENS = np.arange(ROWS * WIDTH).reshape(ROWS, WIDTH) % (RAISE - 2)
 VALID = {
-    "critic_infer": {
-        "tokens": TOKENS,
-        "sequence_lengths": np.full((ROWS, 1), WIDTH),
-    },
+    "critic_infer": {"tokens": TOKENS, "sequence_lengths": np.full((ROWS, 1), WIDTH)},
     "critic_train": {
         "tokens": TOKENS,
         "returns": np.ones((ROWS, WIDTH - 1), np.float32),
@@ -41,23 +38,8 @@ VALID = {
     "critic_resume": {"actor_step": np.array([[1]])},
     "critic_status": {"dummy_var": np.array([[1]])},
 }
-WRONG_VALUES = (
-    None,
-    True,
-    -1,
-    0,
-    1,
-    2**63,
-    1e30,
-    "",
-    "INT64",
-    "BYTES",
-    [],
-    [-1],
-    [2**40],
-    {},
-    [[1]],
-)
+WRONG_VALUES = (None, True, -1, 0, 1, 2**63, 1e30, "", "INT64", "BYTES", [], [-1], [2**40], {})
+WRONG_VALUES += ([[1]],)
 
 
 @dataclass
@@ -116,9 +98,8 @@ def make_wrong(request: Request, draw: random.Random) -> None:
     elif way == "length":
         request.head_length = draw.choice(["0", "1", "-1", "x", "9" * 30, str(2**31), "17"])
     elif way == "path":
-        request.path = draw.choice(
-            ["/", "/v2", "/v2/models/none/infer", "//", "/%00", request.path * 9]
-        )
+        paths = ["/", "/v2", "/v2/models/none/infer", "//", "/%00", request.path * 9]
+        request.path = draw.choice(paths)
     elif way == "method":
         request.method = draw.choice(["PUT", "DELETE", "HEAD", "OPTIONS", "PATCH"])
     elif way == "text":

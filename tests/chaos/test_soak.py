@@ -10,7 +10,6 @@ import pytest
 
 from tests.chaos.pair import Pair
 from tests.functional.jobs import read_metrics
-from tests.functional.test_ppo_job import inputs  # noqa: F401  (a fixture)
 from tests.patience import wait_until
 
 STEPS = int(os.environ.get("CHAOS_SOAK_STEPS", 2000))
@@ -28,25 +27,19 @@ def memory_mb(pid: int) -> dict[str, float]:
 @pytest.mark.chaos
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
-def test_a_long_run_holds_what_a_short_one_does(inputs, tiny_tokenizer_dir, tmp_path):  # noqa: F811
+def test_a_long_run_holds_what_a_short_one_does(inputs, tiny_tokenizer_dir, tmp_path):
     pair = Pair("ppo", inputs, tmp_path, tiny_tokenizer_dir, steps=STEPS, interval=STEPS // 20)
     found: list[dict[str, float]] = []
 
     def watch(pair: Pair) -> None:
         for share in (0.2, 0.98):
-            wait_until(
-                lambda share=share: steps_done(pair) >= share * STEPS,
-                10.0 * STEPS,
-                lambda share=share: pair.story(f"{share} of {STEPS} steps"),
-                1.0,
-            )
+            done = lambda share=share: steps_done(pair) >= share * STEPS
+            story = lambda share=share: pair.story(f"{share} of {STEPS} steps")
+            wait_until(done, 10.0 * STEPS, story, 1.0)
             jobs = {"actor": pair.actor, "critic": pair.server}
+            uses = [(side, memory_mb(job.process.pid)) for side, job in jobs.items()]
             found.append(
-                {
-                    f"{side} {name}": size
-                    for side, job in jobs.items()
-                    for name, size in memory_mb(job.process.pid).items()
-                }
+                {f"{side} {name}": size for side, use in uses for name, size in use.items()}
             )
 
     began = time.monotonic()

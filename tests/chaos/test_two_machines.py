@@ -6,6 +6,7 @@ and message, and the same commands finish the run with the numbers of an undistu
 """
 
 import contextlib
+import functools
 import json
 import os
 import signal
@@ -21,7 +22,6 @@ from tests.chaos.test_fault_matrix import Cell
 from tests.chaos.two_machines import Job, Machines, unavailable
 from tests.functional import test_ppo_job
 from tests.functional.jobs import ScriptJob, metric_names, read_metrics
-from tests.functional.test_ppo_job import inputs  # noqa: F401  (a fixture)
 from tests.functional.test_sft_rm_scripts import data, sft  # noqa: F401
 from tests.patience import patience, wait_until
 
@@ -45,19 +45,12 @@ class Run:
             return self.make(side, self.folder, None, ranks=2)
         scripts = {"sft": "train_gpt_sft", "actor": "train_gpt_ppo_actor"}
         script = scripts.get(side, "serve_ppo_critic") + ".py"
-        return Job(
-            self.machines,
-            self.folder,
-            script,
-            lambda here, path, *more: self.make(side, here, path, *more),
-        )
+        make = functools.partial(self.make, side)
+        return Job(self.machines, self.folder, script, make)
 
     def make(self, side, here, script, *more, ranks=1):
-        more = [
-            *more,
-            f"exp_manager.explicit_log_dir={self.folder}/{side}",
-            f"trainer.hang_timeout_s={min(patience(HANG_TIMEOUT_S), 40):.0f}",
-        ]
+        limit = f"trainer.hang_timeout_s={min(patience(HANG_TIMEOUT_S), 40):.0f}"
+        more = [*more, f"exp_manager.explicit_log_dir={self.folder}/{side}", limit]
         named = {} if script is None else {"script": script}
         if side == "sft":
             own = [f"trainer.sft.max_steps={STEPS}", "trainer.sft.val_check_interval=2"]
@@ -68,14 +61,12 @@ class Run:
             more += [f"trainer.ppo.host={address}", "server.frontend=asgi"]
             make = test_ppo_job.critic
         else:
-            more += [
-                f"trainer.ppo.{key}={value}"
-                for key, value in (("max_steps", STEPS), ("val_check_interval", 2))
-            ]
+            limits = {"max_steps": STEPS, "val_check_interval": 2}
+            more += [f"trainer.ppo.{key}={value}" for key, value in limits.items()]
             more += [f"remote_critic_rm.critic.ip={address}"]
             make = test_ppo_job.actor
         more.append(test_ppo_job.CONSTANT_RATE)
-        return make(self.sources, here, self.port, ranks, "python", *more, **named)
+        return make(self.sources, here, self.port, *more, ranks=ranks, **named)
 
     def has_saved(self, side) -> bool:
         return bool(complete_checkpoints(self.folder / side / "checkpoints"))
@@ -101,11 +92,8 @@ class Run:
             last, _ = complete_checkpoints(self.folder / side / "checkpoints")[-1]
             sums = read_manifest(last).items()
             found |= {f"{side} {name}": value for name, value in sums if "distcp" in name}
-            found |= {
-                f"{side} {name}": read_metrics(self.folder / side, name)
-                for name in metric_names(self.folder / side)
-                if "loss" in name
-            }
+            names = [name for name in metric_names(self.folder / side) if "loss" in name]
+            found |= {f"{side} {name}": read_metrics(self.folder / side, name) for name in names}
         return found
 
 
@@ -147,17 +135,9 @@ def test_two_machines_give_the_numbers_of_one(kind, undisturbed, tmp_path):
     assert not list(os.scandir(os.environ["TMPDIR"]))
 
 
-CELLS = [
-    Cell(kind, role, "after a save", fault)
-    for kind in ("sft", "ppo")
-    for role, fault in (
-        ("machine of rank 0", "lost"),
-        ("other machine", "lost"),
-        ("link", "cut"),
-        ("link", "cut for 8 s"),
-        ("link", "cut, then SIGTERM"),
-    )
-]
+FAULTS = [("machine of rank 0", "lost"), ("other machine", "lost"), ("link", "cut")]
+FAULTS += [("link", "cut for 8 s"), ("link", "cut, then SIGTERM")]
+CELLS = [Cell(k, role, "after a save", fault) for k in ("sft", "ppo") for role, fault in FAULTS]
 
 
 def end_in_time(cell, run, jobs):

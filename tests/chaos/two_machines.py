@@ -95,12 +95,8 @@ class Job:
                 f"two_machines.enter({name!r}, 'machine{number}')\n"
                 f"phases.run({str(SCRIPTS / script)!r})\n"
             )
-            settings = {
-                "NODE_RANK": str(number),
-                "MASTER_ADDR": machines.addresses[0],
-                "MASTER_PORT": str(port),
-                "GLOO_SOCKET_IFNAME": LINK,
-            }
+            settings = {"NODE_RANK": str(number), "MASTER_ADDR": machines.addresses[0]}
+            settings |= {"MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": LINK}
             os.environ.update(settings)
             try:
                 job = make(here, str(here / script), "trainer.num_nodes=2")

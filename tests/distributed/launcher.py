@@ -59,6 +59,18 @@ def progress(what: str) -> None:
             file.write(f"{what}\n")
 
 
+def at_each(splits: dict[str, dict], compute: Callable, *args) -> dict:
+    """Body of a rank: what `compute(*args, **split)` gives at each split, by the split's name."""
+    from megatron.core.parallel_state import destroy_model_parallel
+
+    results = {}
+    for name, split in splits.items():
+        results[name] = compute(*args, **split)
+        progress(name)
+        destroy_model_parallel()  # the ranks stay
+    return results
+
+
 def run_ranks(fn: Callable, world_size: int, silence_s: float = 120.0, *args) -> list:
     """Call `fn(*args)` on `world_size` new processes that share a gloo process group.
 
@@ -82,14 +94,9 @@ def run_ranks(fn: Callable, world_size: int, silence_s: float = 120.0, *args) ->
     context = fork_server()
     with tempfile.TemporaryDirectory(prefix="ranks-") as name:
         folder = Path(name)
-        children = [
-            context.Process(
-                target=_rank_main,
-                args=(fn, rank, world_size, folder, dict(os.environ), args),
-                name=f"rank{rank}",
-            )
-            for rank in range(world_size)
-        ]
+        rest = world_size, folder, dict(os.environ), args
+        given = {f"rank{rank}": (fn, rank, *rest) for rank in range(world_size)}
+        children = [context.Process(target=_rank_main, args=a, name=n) for n, a in given.items()]
         try:
             for child in children:
                 child.start()
@@ -100,10 +107,8 @@ def run_ranks(fn: Callable, world_size: int, silence_s: float = 120.0, *args) ->
                 raise TimeoutError(f"{fn.__name__}: {struck}\n{_stacks(children, folder)}")
         finally:
             _kill(children)
-        return [
-            torch.load(folder / f"rank{rank}.result", weights_only=False)
-            for rank in range(world_size)
-        ]
+        files = [folder / f"rank{rank}.result" for rank in range(world_size)]
+        return [torch.load(file, weights_only=False) for file in files]
 
 
 class _Signs:
@@ -129,11 +134,9 @@ class _Signs:
 
     def __str__(self) -> str:
         last = sorted(self._seen.items(), key=lambda item: -item[1][1])
-        return "\n".join(
-            f"  {name}, {time.monotonic() - at:.0f} s ago: "
-            f"{text.splitlines()[-1] if text else 'not started'}"
-            for name, (text, at) in last
-        )
+        line = lambda text: text.splitlines()[-1] if text else "not started"
+        ago = {name: (time.monotonic() - at, line(text)) for name, (text, at) in last}
+        return "\n".join(f"  {name}, {s:.0f} s ago: {text}" for name, (s, text) in ago.items())
 
 
 def _watch(
@@ -187,10 +190,8 @@ def _stacks(children: list[BaseProcess], folder: Path) -> str:
         time.sleep(0.2)  # the handler writes line by line
     except AssertionError:
         pass  # show what there is
-    return "\n".join(
-        f"Stacks of {file.stem}:\n{file.read_text() if file.exists() else 'none'}"
-        for file in files
-    )
+    texts = {file.stem: file.read_text() if file.exists() else "none" for file in files}
+    return "\n".join(f"Stacks of {name}:\n{text}" for name, text in texts.items())
 
 
 def _kill(children: list[BaseProcess]) -> None:
@@ -225,23 +226,15 @@ def _rank_main(fn, rank: int, world_size: int, folder: Path, environment: dict, 
         os.environ.update(environment)
         if sys.platform == "linux":
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        os.environ.update(
-            RANK=str(rank),
-            LOCAL_RANK=str(rank),
-            WORLD_SIZE=str(world_size),
-            LOCAL_WORLD_SIZE=str(world_size),
-        )
+        sizes = {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), **sizes)
         torch.set_num_threads(1)
         try:
             # The launcher's limits strike first: it knows which rank hangs.
             store = dist.FileStore(str(folder / "store"), world_size)
             store.set_timeout(timedelta(days=1))
             dist.init_process_group(
-                "gloo",
-                store=store,
-                rank=rank,
-                world_size=world_size,
-                timeout=timedelta(days=1),
+                "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(days=1)
             )
             progress("joined the process group")
             _write(fn(*args), folder / f"rank{rank}.result")

@@ -125,24 +125,17 @@ class Split:
 
 
 def _sizes(tp=1, pp=1, vpp=None, cp=1, sp=False, **more) -> dict:
-    return dict(
-        tensor_model_parallel_size=tp,
-        pipeline_model_parallel_size=pp,
-        virtual_pipeline_model_parallel_size=vpp,
-        context_parallel_size=cp,
-        sequence_parallel=sp,
-        **more,
-    )
+    sizes = {"tensor_model": tp, "pipeline_model": pp, "virtual_pipeline_model": vpp}
+    sizes |= {"context": cp}
+    sizes = {f"{name}_parallel_size": size for name, size in sizes.items()}
+    return dict(sizes, sequence_parallel=sp, **more)
 
 
 ALL = ("gpt2", "llama", "moe", "lora")
 ADAMW = {"name": "adamw"}
 SELECTIVE = {"activations_checkpoint_granularity": "selective"}
-FULL = {
-    "activations_checkpoint_granularity": "full",
-    "activations_checkpoint_method": "uniform",
-    "activations_checkpoint_num_layers": 1,
-}
+FULL = {"activations_checkpoint_granularity": "full", "activations_checkpoint_method": "uniform"}
+FULL["activations_checkpoint_num_layers"] = 1
 # Unless a name says adamw, the optimizer is the distributed one.
 SPLITS = {
     "one rank": Split(1, _sizes(), ALL),
@@ -183,17 +176,9 @@ SPLITS = {
     "DP2 adamw bf16": Split(2, _sizes(precision="bf16", optim=ADAMW)),
 }
 # The architecture "lora" is "llama" with frozen weights and adapters that are not 0 at the start.
-LORA = {
-    "peft_scheme": "lora",
-    "lora_tuning": {
-        "target_modules": ["all"],
-        "adapter_dim": 3,
-        "alpha": 1.5,
-        "row_init_method": "normal",
-        "layer_selection": [2, 3, 4],
-        "variant": "canonical",
-    },
-}
+TUNING = {"target_modules": ["all"], "adapter_dim": 3, "alpha": 1.5, "variant": "canonical"}
+TUNING |= {"row_init_method": "normal", "layer_selection": [2, 3, 4]}
+LORA = {"peft_scheme": "lora", "lora_tuning": TUNING}
 EXPERTS = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 24}
 REDUCTIONS = ("token", "sequence", "microbatch")
 
@@ -241,24 +226,14 @@ ROLES_OF_ARCHITECTURES = {
     "lora": tuple(role for role in ROLES if role not in ("reward model", *_NEW_HEADS)),
 }
 # Losses of the architectures, where a role has several.
-DPO_LOSSES = {
-    "gpt2": {"preference_loss": "rpo_bwd_kl"},
-    "lora": {"preference_loss": "ipo"},
-    "moe": {"preference_loss": "rpo_sq"},
-    "llama": {"preference_loss": "dpo", "label_smoothing": 0.1},
-}
+DPO_LOSSES = {"gpt2": {"preference_loss": "rpo_bwd_kl"}, "lora": {"preference_loss": "ipo"}}
+DPO_LOSSES |= {"moe": {"preference_loss": "rpo_sq"}}
+DPO_LOSSES |= {"llama": {"preference_loss": "dpo", "label_smoothing": 0.1}}
 # Of the actor. The golden numbers have the clipped loss of one range at several splits.
-POLICY_LOSSES = {
-    "gpt2": {"policy_loss": "cispo"},
-    "lora": {"policy_loss": "gmpo"},
-    "llama": {"ratio_eps_high": 0.3},
-    "moe": {"policy_loss": "gspo"},
-}
-RPO = {
-    "preference_loss": "rpo_fwd_kl",
-    "label_smoothing": 0.0,
-    "preference_average_log_probs": False,
-}
+POLICY_LOSSES = {"gpt2": {"policy_loss": "cispo"}, "lora": {"policy_loss": "gmpo"}}
+POLICY_LOSSES |= {"llama": {"ratio_eps_high": 0.3}, "moe": {"policy_loss": "gspo"}}
+RPO = {"preference_loss": "rpo_fwd_kl", "label_smoothing": 0.0}
+RPO["preference_average_log_probs"] = False
 KD_LOSSES = {
     "gpt2": {"kd_loss": "fwd_kl", "outside_top_k": "renormalize"},
     "lora": {"kd_loss": "fwd_kl", "outside_top_k": "bucket"},
@@ -303,72 +278,48 @@ def global_batch(role: str, masked_value: float, empty: bool = False) -> dict:
     def tokens():
         return torch.randint(0, 290, (SAMPLES, WIDTH), generator=generator)
 
-    def numbers(mean=0.0):
+    def numbers(mean=0.0, mask=responses):
         values = mean + 0.3 * torch.randn(SAMPLES, WIDTH - 1, generator=generator)
-        return torch.where(transitions, values, masked_value)
+        return torch.where(mask[:, 1:], values, masked_value)
+
+    def references(masks: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {f"ref_policy_log_probs_{n}": numbers(-5.5, mask) for n, mask in masks.items()}
 
     first, second = tokens(), tokens()
-    transitions = responses[:, 1:]
+    counts = responses.any(1)
+    swapped = LENGTHS.flip(0)
+    others = (column >= 2) & (column < swapped[:, None]) & counts[:, None]
+    loss_mask = {"loss_mask": responses.float()}
+    mask = {"mask": responses[:, 1:].float()}
     is_end = torch.ones(SAMPLES, dtype=torch.bool)
     is_end[5] = False
     if role == "actor":
-        transitions = transitions & is_end[:, None]
-        return {
-            "response_tokens": first,
-            "is_end": is_end,
-            "mask": responses[:, 1:].float(),
-            "advantages": numbers(),
-            "prev_logprobs": numbers(-5.5),
-            "old_kl_coefs": numbers(0.3),
-        }
+        ended = responses & is_end[:, None]
+        names = {"advantages": 0.0, "prev_logprobs": -5.5, "old_kl_coefs": 0.3}
+        drawn = {name: numbers(mean, ended) for name, mean in names.items()}
+        return {"response_tokens": first, "is_end": is_end, **mask, **drawn}
     if role == "reinforce":
         rewards = torch.randn(SAMPLES, generator=generator)
         rewards[EMPTY_SAMPLE] = rewards[5] = masked_value
-        return {
-            "response_tokens": first,
-            "is_end": is_end,
-            "mask": responses[:, 1:].float(),
-            "rewards_with_kl": rewards,
-            "baseline": torch.randn(SAMPLES, generator=generator),
-        }
+        drawn = {"rewards_with_kl": rewards, "baseline": torch.randn(SAMPLES, generator=generator)}
+        return {"response_tokens": first, "is_end": is_end, **mask, **drawn}
     if role.startswith("critic"):
-        return {
-            "tokens": first,
-            "returns": numbers(),
-            "prev_values": numbers(),
-            "mask": transitions.float(),
-        }
+        return {"tokens": first, "returns": numbers(), "prev_values": numbers(), **mask}
+    pairs = {"chosen": first, "rejected": second}
+    pairs |= {"chosen_length": LENGTHS, "rejected_length": swapped, **loss_mask}
     if role == "reward model":
-        lengths = {"chosen_length": LENGTHS, "rejected_length": LENGTHS.flip(0)}
-        return {"chosen": first, "rejected": second, **lengths, "loss_mask": responses.float()}
+        return pairs
     if role in ("dpo", "rpo"):
-        rejected = (column >= 2) & (column < LENGTHS.flip(0)[:, None]) & responses.any(1)[:, None]
-        references = {}
-        for name, mask in (("chosen", responses), ("rejected", rejected)):
-            transitions = mask[:, 1:]  # which `numbers` reads
-            references[f"ref_policy_log_probs_{name}"] = numbers(-5.5)
-        return {
-            "chosen": first,
-            "rejected": second,
-            "chosen_length": LENGTHS,
-            "rejected_length": LENGTHS.flip(0),
-            "loss_mask": responses.float(),
-            "chosen_mask": responses.float(),
-            "rejected_mask": rejected.float(),
-            "chosen_reward": torch.arange(SAMPLES) / SAMPLES,
-            "rejected_reward": torch.zeros(SAMPLES),
-            **references,
-        }
+        pairs |= {"chosen_mask": responses.float(), "rejected_mask": others.float()}
+        rewards = {"chosen_reward": torch.arange(SAMPLES) / SAMPLES}
+        rewards["rejected_reward"] = torch.zeros(SAMPLES)
+        return pairs | rewards | references({"chosen": responses, "rejected": others})
     if role == "spin":
         pairs = global_batch("dpo", masked_value, empty)
         sides = {"chosen": "actual", "rejected": "generated"}
-        renamed = {
-            name.replace(side, own): pairs[name]
-            for side, own in sides.items()
-            for name in pairs
-            if side in name and "reward" not in name
-        }
-        return {**renamed, "loss_mask": pairs["loss_mask"], "is_end": is_end}
+        places = [(side, n) for side in sides for n in pairs if side in n and "reward" not in n]
+        renamed = {name.replace(side, sides[side]): pairs[name] for side, name in places}
+        return {**renamed, **loss_mask, "is_end": is_end}
     if role == "distillation":
         order = torch.rand(SAMPLES, WIDTH, 290, generator=generator).argsort(-1)
         logits = -torch.rand(SAMPLES, WIDTH, TOP_K, generator=generator).cumsum(-1)
@@ -376,44 +327,34 @@ def global_batch(role: str, masked_value: float, empty: bool = False) -> dict:
         return {
             "tokens": first,
             "labels": second,
-            "loss_mask": responses.float(),
+            **loss_mask,
             "topk_token_ids": order[..., :TOP_K],  # in all slices of the vocabulary
             "topk_logits": torch.where(responses[..., None], logits, masked_value),
             "log_sum_exp_logits": torch.where(responses, log_sum_exp, masked_value),
         }
     if role == "kto":
-        columns = {"samples": responses}
-        columns["kl_samples"] = (column >= 1) & (column < LENGTHS.flip(0)[:, None])
-        references = {}
-        for name, mask in columns.items():
-            transitions = (mask & responses.any(1)[:, None])[:, 1:]  # which `numbers` reads
-            references[f"ref_policy_log_probs_{name}"] = numbers(-5.5)
+        of_kl = (column >= 1) & (column < swapped[:, None])
+        masks = {"samples": responses, "kl_samples": of_kl & counts[:, None]}
         return {
             "samples": first,
             "kl_samples": second,
             "sample_length": LENGTHS,
-            "kl_sample_length": LENGTHS.flip(0),
-            "loss_mask": responses.float(),
-            "sample_mask": columns["samples"].float(),
-            "kl_sample_mask": columns["kl_samples"].float(),
+            "kl_sample_length": swapped,
+            **loss_mask,
+            "sample_mask": responses.float(),
+            "kl_sample_mask": of_kl.float(),
             "preference": (torch.arange(SAMPLES) % 3 > 0).float(),
-            **references,
+            **references(masks),
         }
     if role == "regression":
         labels = torch.randn(SAMPLES, ATTRIBUTES, generator=generator)
         labels[0, 1] = -100.0  # no label
-        labels[~responses.any(1)] = masked_value
-        return {
-            "inputs": first,
-            "lengths": LENGTHS,
-            "labels": labels,
-            "loss_mask": responses.float(),
-        }
+        labels[~counts] = masked_value
+        return {"inputs": first, "lengths": LENGTHS, "labels": labels, **loss_mask}
     if role == "steerlm2":
         # Two responses to a prompt, of other lengths; one is missing, and so are all of a prompt.
-        counts = (column >= 2) & (column < LENGTHS.flip(0)[:, None]) & responses.any(1)[:, None]
-        counts[1] = False
-        masks = torch.stack([responses, counts], 1)
+        others[1] = False
+        masks = torch.stack([responses, others], 1)
         log_q = -5.5 * masks.sum(-1) + torch.randn(SAMPLES, 2, generator=generator)
         targets = torch.rand(SAMPLES, 2, generator=generator)
         targets = targets / (targets * masks.any(-1)).sum(1, keepdim=True)
@@ -425,17 +366,15 @@ def global_batch(role: str, masked_value: float, empty: bool = False) -> dict:
             "ws": torch.where(masks.any(-1), targets, masked_value),
         }
     if role == "sft":
-        return {"tokens": first, "labels": first.roll(-1, 1), "loss_mask": responses.float()}
-    return {"response_tokens": first, "mask": transitions.float()}
+        return {"tokens": first, "labels": first.roll(-1, 1), **loss_mask}
+    return {"response_tokens": first, **mask}
 
 
 def my_samples(size: int | None = None) -> slice:
     """The samples of this data-parallel rank, dealt in turn."""
-    return slice(
-        parallel_state.get_data_parallel_rank(),
-        size,
-        parallel_state.get_data_parallel_world_size(),
-    )
+    rank = parallel_state.get_data_parallel_rank
+    ranks = parallel_state.get_data_parallel_world_size
+    return slice(rank(), size, ranks())
 
 
 def all_samples(mine) -> list:
@@ -468,9 +407,8 @@ def gathered(model, local=lambda parameter: parameter) -> dict[str, torch.Tensor
             built = [dataclasses.replace(part, data=data, dtype=data.dtype)]
         for tensor in built:
             assert isinstance(tensor, ShardedTensor)
-            pieces.append(
-                (tensor.key, tensor.global_shape, tensor.global_slice(), tensor.data.clone())
-            )
+            piece = tensor.key, tensor.global_shape, tensor.global_slice(), tensor.data.clone()
+            pieces.append(piece)
     everything = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object(pieces, everything)
     if everything is None:
@@ -497,9 +435,8 @@ def gather_gradient_shards(model) -> None:
             size, rank = buffer.data_parallel_group.size(), buffer.data_parallel_group.rank()
             for bucket in buffer.buckets:
                 shard = bucket.grad_data.view(size, -1)[rank].clone()
-                dist.all_gather_into_tensor(
-                    bucket.grad_data, shard, group=buffer.data_parallel_group
-                )
+                group = buffer.data_parallel_group
+                dist.all_gather_into_tensor(bucket.grad_data, shard, group=group)
 
 
 def deviation(a: torch.Tensor, b: torch.Tensor, floor: float = 0.0) -> float:
@@ -582,14 +519,9 @@ def write_models(tokenizer_dir, folder: Path) -> None:
 
 def build(tokenizer_dir, folder, architecture: str, role: str, overrides: dict):
     """(model, optimizer, scheduler) of a role at the split of this process's groups."""
-    cfg = model_config(
-        tokenizer_dir,
-        architecture,
-        output_sequence=role.startswith("critic"),
-        regression={"num_attributes": ATTRIBUTES if role == "regression" else 1},
-        dpo=RPO if role == "rpo" else {},
-        **overrides,
-    )
+    heads = {"num_attributes": ATTRIBUTES if role == "regression" else 1}
+    own = {"output_sequence": role.startswith("critic"), "regression": heads, **overrides}
+    cfg = model_config(tokenizer_dir, architecture, dpo=RPO if role == "rpo" else {}, **own)
     weights = "llama" if architecture == "lora" else architecture
     path = Path(folder) / f"{weights}-{ROLES[role].base}.nemo"
     model = load_from_nemo(ROLES[role].model_class, cfg, None, restore_path=path)
@@ -610,9 +542,8 @@ def loss_and_gradient(
     model.cfg.steerlm2.micro_batch_size = model.cfg.micro_batch_size
     model.micro_batch_tokens = DYNAMIC_TOKENS if dynamic else None
     model.prepare_for_training_step()
-    loss, metrics = model.get_loss_and_metrics(
-        {key: value[my_samples()] for key, value in batch.items()}
-    )
+    mine = {key: value[my_samples()] for key, value in batch.items()}
+    loss, metrics = model.get_loss_and_metrics(mine)
     metrics = model.summarize_metrics(metrics) if hasattr(model, "summarize_metrics") else metrics
     return {"loss": loss, **metrics}
 
@@ -625,11 +556,8 @@ def gradient(model) -> dict[str, torch.Tensor] | None:
 def inferred(model, role: str) -> dict[str, torch.Tensor]:
     """What a role infers of the samples: log-probs, entropy, rewards, values; of all ranks."""
     tokens, lengths = global_batch(role, 0.0), LENGTHS[my_samples()]
-    tokens = next(
-        tokens[k]
-        for k in ("response_tokens", "tokens", "inputs", "chosen", "samples", "actual")
-        if k in tokens
-    )[my_samples()]
+    names = "response_tokens", "tokens", "inputs", "chosen", "samples", "actual"
+    tokens = next(tokens[name] for name in names if name in tokens)[my_samples()]
     model.set_eval()
     outputs = {}
     if role in ("dpo", "rpo", "kto", "spin"):
@@ -688,9 +616,8 @@ def generated(
     for name in kinds:
         params = GENERATION.get(name, GENERATION["sampled"])
         environment = ScriptedEnvironment() if name == "turns" else None
-        output = model.generator.generate(
-            *mine, params, environment=environment, records=3 * mine[2]
-        )
+        own = {"environment": environment, "records": 3 * mine[2]}
+        output = model.generator.generate(*mine, params, **own)
         results[name] = all_samples(samples_of(output))
         if environment is not None:  # a rank may have only conversations of one turn
             assert any(all_samples(output.observed.any(1).tolist()))
@@ -719,12 +646,7 @@ def variants(architecture: str, role: str, split: Split) -> list[tuple[str, int 
 
 
 def compute(
-    tokenizer_dir,
-    folder,
-    architecture: str,
-    role: str,
-    split: Split,
-    masked_value: float,
+    tokenizer_dir, folder, architecture: str, role: str, split: Split, masked_value: float
 ):
     """All numbers of a case, `{quantity: value}`; whole tensors on rank 0 only.
 
@@ -756,9 +678,8 @@ def compute(
         }
         empty = gradient(model)
         if empty is not None:
-            numbers[f"empty {reduction}"]["gradient"] = max(
-                float(g.abs().max()) for g in empty.values()
-            )
+            largest = max(float(g.abs().max()) for g in empty.values())
+            numbers[f"empty {reduction}"]["gradient"] = largest
     for step in range(STEPS):
         progress(f"{architecture} {role}, step {step}")
         metrics = loss_and_gradient(
@@ -787,10 +708,8 @@ def by_module(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The tensors of each module, flat, one after the other."""
     names = sorted(tensors)
     modules = dict.fromkeys(name.rpartition(".")[0] for name in names)
-    return {
-        m: torch.cat([tensors[n].flatten() for n in names if n.rpartition(".")[0] == m])
-        for m in modules
-    }
+    parts = {m: [n for n in names if n.rpartition(".")[0] == m] for m in modules}
+    return {m: torch.cat([tensors[n].flatten() for n in own]) for m, own in parts.items()}
 
 
 def apart(mine, expected, is_gradient: bool = False, precision=32) -> float:
@@ -810,9 +729,8 @@ def apart(mine, expected, is_gradient: bool = False, precision=32) -> float:
         floor = FLOOR[precision] * max(float(value.abs().max()) for value in expected.values())
         return max(deviation(mine[key], expected[key], floor) for key in expected)
     # Metrics: means of quantities of the order of 1.
-    keys = [
-        key for key in expected if precision == 32 or key in ("loss", "gradient norm", "gradient")
-    ]
+    named = "loss", "gradient norm", "gradient"
+    keys = [key for key in expected if precision == 32 or key in named]
     return max(abs(mine[key] - expected[key]) / max(abs(expected[key]), 0.1) for key in keys)
 
 

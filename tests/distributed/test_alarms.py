@@ -19,26 +19,18 @@ pytestmark = pytest.mark.timeout(300)
 def make_actor(tokenizer_dir, optim=None, **settings):
     from nemo_aligner.models.nlp.gpt.megatron_gpt_policy import MegatronGPTActorModel
 
-    cfg = tiny_config(
-        tokenizer_dir,
-        "gpt2",
-        ppo=OmegaConf.merge(PPO, {"entropy_bonus": 0.0}),
-        optim=optim or {},
-        **settings,
-    )
+    settings = {"ppo": OmegaConf.merge(PPO, {"entropy_bonus": 0.0}), **settings}
+    cfg = tiny_config(tokenizer_dir, "gpt2", optim=optim or {}, **settings)
     actor = MegatronGPTActorModel(cfg)
     return actor, *actor.setup_megatron_optimization(max_steps=10)
 
 
 def rows_of_this_rank():
     generator = torch.Generator().manual_seed(3)
-    batch = {
-        "response_tokens": torch.randint(0, 300, (4, 11), generator=generator),
-        "is_end": torch.ones(4, dtype=torch.bool),
-        "mask": torch.ones(4, 10),
-        "advantages": torch.randn(4, 10, generator=generator),
-        "prev_logprobs": -5.5 + 0.3 * torch.randn(4, 10, generator=generator),
-    }
+    batch = {"response_tokens": torch.randint(0, 300, (4, 11), generator=generator)}
+    batch |= {"is_end": torch.ones(4, dtype=torch.bool), "mask": torch.ones(4, 10)}
+    batch |= {"advantages": torch.randn(4, 10, generator=generator)}
+    batch |= {"prev_logprobs": -5.5 + 0.3 * torch.randn(4, 10, generator=generator)}
     return {key: value.chunk(2)[torch.distributed.get_rank()] for key, value in batch.items()}
 
 
@@ -62,10 +54,8 @@ def update(actor, optimizer, scheduler, batch, **watch):
 
 
 def weights(actor):
-    return {
-        name: parameter.detach().clone()
-        for name, parameter in actor.unwrapped()[0].named_parameters()
-    }
+    parameters = actor.unwrapped()[0].named_parameters()
+    return {name: parameter.detach().clone() for name, parameter in parameters}
 
 
 def faults(tokenizer_dir):
@@ -125,22 +115,17 @@ def other_splits(tokenizer_dir):
 
     from nemo_aligner.parallel.replicas import check_replicas
 
-    splits = {
-        "CP2": {"context_parallel_size": 2},
-        "TP2": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
-        "EP2": {"expert_model_parallel_size": 2, "num_moe_experts": 2, "moe_ffn_hidden_size": 16},
-    }
+    splits = {"CP2": {"context_parallel_size": 2}, "EP2": {"expert_model_parallel_size": 2}}
+    splits["EP2"] |= {"num_moe_experts": 2, "moe_ffn_hidden_size": 16}
+    splits["TP2"] = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
     found = {}
     for split, settings in splits.items():
         destroy_model_parallel()
         actor, _, _ = make_actor(tokenizer_dir, **settings)
         found[split] = error_of(check_replicas, actor.unwrapped())
         for part in ("mlp", "self_attention"):
-            names = [
-                name
-                for name, _ in actor.unwrapped()[0].named_parameters()
-                if f"layers.1.{part}." in name
-            ]
+            parameters = actor.unwrapped()[0].named_parameters()
+            names = [name for name, _ in parameters if f"layers.1.{part}." in name]
             name = [name for name in names if name.endswith("weight") and "router" not in name][-1]
             bits = actor.unwrapped()[0].get_parameter(name).data.view(torch.int32).view(-1)
             bits[3] ^= torch.distributed.get_rank()
@@ -189,10 +174,8 @@ def test_a_fault_of_one_rank_is_an_error_of_both_and_changes_no_weight(two_ranks
     assert found[optimizer, "healthy"] is None
     kind, text = found[optimizer, "loss"]
     assert kind == "NonFiniteError"
-    assert (
-        "the loss is nan (first in sample 1 of the share of data-parallel rank 1) and the "
-        "gradient of" in text
-    )
+    where = "in sample 1 of the share of data-parallel rank 1"
+    assert f"the loss is nan (first {where}) and the gradient of" in text
     kind, text = found[optimizer, "gradient"]
     assert kind == "NonFiniteError"
     assert text.startswith(
@@ -228,11 +211,8 @@ def test_a_healthy_job_and_a_reward_of_one_rank(two_ranks):
     """
     assert two_ranks[0]["job"] is two_ranks[1]["job"] is None
     assert two_ranks[0]["metrics"] == two_ranks[1]["metrics"]
-    errors = [
-        value
-        for name, _, value in two_ranks[0]["metrics"]
-        if name.endswith("sampling_ratio_mean_error")
-    ]
+    key = "sampling_ratio_mean_error"
+    errors = [value for name, _, value in two_ranks[0]["metrics"] if name.endswith(key)]
     assert len(errors) == 2 and all(0 < error < 1e-4 for error in errors)
     assert two_ranks[0]["reward"] == two_ranks[1]["reward"]
     kind, text = two_ranks[0]["reward"]

@@ -9,35 +9,19 @@ import torch
 from omegaconf import OmegaConf
 
 from nemo_aligner.training.megatron_steps import forward_collect
-from tests.distributed.launcher import progress, run_ranks
+from tests.distributed.launcher import at_each, run_ranks
 from tests.distributed.test_quick_splits import actor_of, update, updates
 from tests.tiny_models import NORMS_AFTER, tiny_config
 
-DENSE = {
-    "num_layers": 3,
-    "apply_embedding_scaling": True,
-    "layernorm_zero_centered_gamma": True,
-    "qk_layernorm": True,
-    "scale_positional_embedding": True,
-    "window_size": [3, 0],
-    "window_attn_skip_freq": 2,
-    "no_rope_freq": [0, 1, 0],
-    "query_pre_attn_scalar": 5,
-    "activation": "geglu",
-    "openai_gelu": True,
-    "norm_position": "both",
-    "rotary_base_local": 100.0,
-    "attn_logit_softcapping": 0.5,
-    "final_logit_softcapping": 1.5,
-    "embedding_multiplier": 3.0,
-    "residual_multiplier": 0.7,
-    "logits_scaling": 0.5,
-}
-YARN = {
-    "position_embedding_type": "yarn",
-    "yarn_rotary_scaling_factor": 4.0,
-    "yarn_original_max_position_embeddings": 16,
-}
+DENSE = {"num_layers": 3, "apply_embedding_scaling": True, "layernorm_zero_centered_gamma": True}
+DENSE |= {"qk_layernorm": True, "scale_positional_embedding": True, "window_size": [3, 0]}
+DENSE |= {"window_attn_skip_freq": 2, "no_rope_freq": [0, 1, 0], "query_pre_attn_scalar": 5}
+DENSE |= {"activation": "geglu", "openai_gelu": True, "norm_position": "both"}
+DENSE |= {"rotary_base_local": 100.0, "attn_logit_softcapping": 0.5}
+DENSE |= {"final_logit_softcapping": 1.5, "embedding_multiplier": 3.0, "residual_multiplier": 0.7}
+DENSE |= {"logits_scaling": 0.5}
+YARN = {"position_embedding_type": "yarn", "yarn_rotary_scaling_factor": 4.0}
+YARN["yarn_original_max_position_embeddings"] = 16
 AFTER = YARN | NORMS_AFTER | {"num_layers": 4}
 BESIDE = {  # Cohere
     "num_layers": 4,
@@ -47,15 +31,9 @@ BESIDE = {  # Cohere
     "rotary_interleaved": True,
 }
 # A layer without experts on each of two pipeline stages.
-EXPERTS = YARN | {
-    "num_layers": 4,
-    "init_method_std": 0.3,
-    "num_moe_experts": 4,
-    "moe_ffn_hidden_size": 24,
-    "moe_layer_freq": [0, 1, 1, 0],
-    "moe_shared_expert_intermediate_size": 16,
-    "moe_shared_expert_gate": True,
-}
+EXPERTS = YARN | {"num_layers": 4, "init_method_std": 0.3, "num_moe_experts": 4}
+EXPERTS |= {"moe_ffn_hidden_size": 24, "moe_layer_freq": [0, 1, 1, 0]}
+EXPERTS |= {"moe_shared_expert_intermediate_size": 16, "moe_shared_expert_gate": True}
 PP2 = {"pipeline_model_parallel_size": 2}
 TP2 = {"tensor_model_parallel_size": 2}
 TP2_SP = TP2 | {"sequence_parallel": True}
@@ -109,17 +87,6 @@ def compute(nemo: str, **split) -> dict:
     return results | {"responses": output.response_tokens, "their logprobs": output.logprobs}
 
 
-def at_each(nemo: str, splits: dict) -> dict:
-    from megatron.core.parallel_state import destroy_model_parallel
-
-    results = {}
-    for name, split in splits.items():
-        results[name] = compute(nemo, **split)
-        progress(name)
-        destroy_model_parallel()  # the ranks stay
-    return results
-
-
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("case", CASES)
 def test_two_ranks_compute_as_one_does(tiny_tokenizer_dir, tmp_path, case):
@@ -129,7 +96,7 @@ def test_two_ranks_compute_as_one_does(tiny_tokenizer_dir, tmp_path, case):
     nemo = str(tmp_path / "policy.nemo")
     MegatronGPTModel(tiny_config(tiny_tokenizer_dir, "llama", **keys)).save_to(nemo)
     one = compute(nemo)
-    for rank in run_ranks(at_each, 2, 120, nemo, splits):
+    for rank in run_ranks(at_each, 2, 120, splits, compute, nemo):
         for split in splits:
             for name in one:
                 torch.testing.assert_close(
@@ -154,18 +121,16 @@ def across_a_checkpoint(nemo: str, folder: str, save: bool, **split) -> list[flo
     return update(*job)
 
 
-def resumed_at_each(nemo: str, folder: str, splits: dict) -> dict:
+def place(folder, split: dict) -> str:
+    return f"{folder}/{next(iter(split))}"
+
+
+def both_ways(nemo: str, folder: str, **split) -> tuple[list[float], list[float]]:
     from megatron.core.parallel_state import destroy_model_parallel
 
-    results = {}
-    for name, split in splits.items():
-        loaded = across_a_checkpoint(nemo, f"{folder}/one rank", False, **split)
-        destroy_model_parallel()
-        saved = across_a_checkpoint(nemo, f"{folder}/{name}", True, **split)
-        destroy_model_parallel()
-        results[name] = loaded, saved
-        progress(name)
-    return results
+    loaded = across_a_checkpoint(nemo, f"{folder}/one rank", False, **split)
+    destroy_model_parallel()
+    return loaded, across_a_checkpoint(nemo, place(folder, split), True, **split)
 
 
 @pytest.mark.timeout(400)
@@ -177,10 +142,10 @@ def test_a_model_of_unlike_layers_resumes_at_another_split(tiny_tokenizer_dir, t
     MegatronGPTModel(tiny_config(tiny_tokenizer_dir, "llama", **EXPERTS)).save_to(nemo)
     expected = across_a_checkpoint(nemo, str(tmp_path / "one rank"), True)
     splits = {name: CASES["experts"][1][name] for name in ("PP2", "TP2+SP", "EP2")}
-    for rank in run_ranks(resumed_at_each, 2, 120, nemo, str(tmp_path), splits):
+    for rank in run_ranks(at_each, 2, 120, splits, both_ways, nemo, str(tmp_path)):
         for name in splits:
             for numbers in rank[name]:
                 assert numbers == pytest.approx(expected, rel=1e-5, abs=1e-6), name
-    for name in splits:
-        again = across_a_checkpoint(nemo, str(tmp_path / name), False)
-        assert again == pytest.approx(expected, rel=1e-5, abs=1e-6), name
+    for split in splits.values():
+        again = across_a_checkpoint(nemo, place(tmp_path, split), False)
+        assert again == pytest.approx(expected, rel=1e-5, abs=1e-6), split

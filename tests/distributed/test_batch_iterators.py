@@ -9,8 +9,7 @@ import time
 import torch.distributed as dist
 from megatron.core.parallel_state import destroy_model_parallel
 
-from nemo_aligner.data.nlp.batch_iterators import StoreBatchIterator
-from nemo_aligner.data.nlp.samplers import MegatronPretrainingRandomSampler
+from nemo_aligner.data.nlp.samplers import MegatronPretrainingRandomSampler, StoreBatchIterator
 from nemo_aligner.parallel import parallel_state
 from tests.distributed.launcher import run_ranks
 from tests.patience import patience
@@ -50,13 +49,6 @@ def test_data_parallel_ranks_share_the_work():
         indices.append(sorted(sum(mine + other, [])))
         assert len(set(indices[-1])) == 16
     assert sorted(sum(indices, [])) == list(range(32))
-
-
-def test_ranks_of_one_model_get_the_same_batches():
-    first, second = run_ranks(_rollouts, 2, 100, 2, None)
-    assert first == second
-    assert [len(rollout) for rollout in first] == [8, 8]
-    assert sorted(sum(first[0] + first[1], [])) == list(range(32))
 
 
 def _replicas(splits):

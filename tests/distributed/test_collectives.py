@@ -32,14 +32,11 @@ def _collectives():
     assert collectives.rebalance_nd_tensor(empty, world).equal(
         torch.full((1, 2, 2), 0.5, dtype=torch.bfloat16)
     )
-    assert collectives.rebalance_nd_tensor(torch.tensor([rank == 0]), world).tolist() == [
-        True,
-        False,
-    ]
+    moved = collectives.rebalance_nd_tensor(torch.tensor([rank == 0]), world)
+    assert moved.tolist() == [True, False]
     transposed = (torch.arange(6.0).reshape(3, 2) + 10 * rank).t()
-    expected = torch.cat(
-        [torch.arange(6.0).reshape(3, 2).t(), torch.arange(6.0).reshape(3, 2).t() + 10]
-    )
+    half = torch.arange(6.0).reshape(3, 2).t()
+    expected = torch.cat([half, half + 10])
     assert collectives.rebalance_nd_tensor(transposed, world).equal(expected)
     try:
         collectives.rebalance_nd_tensor(torch.zeros(2, 3 + rank), world)
@@ -49,9 +46,8 @@ def _collectives():
 
     # Broadcast: shape and dtype need not be known; non-contiguous; bool; conversion on request.
     mine = torch.arange(6).reshape(2, 3).t() + BIG if rank == 1 else None
-    assert collectives.broadcast_tensor(mine, 1, world).equal(
-        torch.arange(6).reshape(2, 3).t() + BIG
-    )
+    sent = torch.arange(6).reshape(2, 3).t() + BIG
+    assert collectives.broadcast_tensor(mine, 1, world).equal(sent)
     flags = torch.tensor([True, False]) if rank == 0 else None
     assert collectives.broadcast_tensor(flags, 0, world).tolist() == [True, False]
     half = torch.tensor(1.5, dtype=torch.bfloat16) if rank == 0 else None
@@ -61,9 +57,8 @@ def _collectives():
 
     # Gather to the last rank.
     pieces = collectives.gather_tensor(torch.tensor([[rank], [BIG]]).t(), 1, world)
-    assert (
-        pieces is None if rank == 0 else [p.tolist() for p in pieces] == [[[0, BIG]], [[1, BIG]]]
-    )
+    found = pieces and [piece.tolist() for piece in pieces]
+    assert found == (None if rank == 0 else [[[0, BIG]], [[1, BIG]]])
 
     # Every rank leads its own model-parallel group here, so each calls.
     assert collectives.run_if_model_parallel_src(lambda x, y: x + y, 1, y=rank) == 1 + rank
@@ -103,20 +98,16 @@ def _statistics():
     torch.testing.assert_close(var, kept.var(unbiased=False).float())
     normalized = collectives.normalize_tensor(planted, mask[share], world)
     expected = ((values.double() - kept.mean()) / (kept.var(unbiased=False) + 1e-8).sqrt()).float()
-    torch.testing.assert_close(
-        normalized[mask[share].bool()], expected[share][mask[share].bool()], atol=1e-6, rtol=0
-    )
+    found, wanted = normalized[mask[share].bool()], expected[share][mask[share].bool()]
+    torch.testing.assert_close(found, wanted, atol=1e-6, rtol=0)
 
 
 def _data_parallel_inference():
     parallel_state.initialize()
     rank = dist.get_rank()
     tokens = np.arange(12).reshape(4, 3) + BIG
-    inputs = (
-        {"inputs": tokens, "sequence_length": np.array([[3], [2], [1], [3]])}
-        if rank == 0
-        else None
-    )
+    inputs = {"inputs": tokens, "sequence_length": np.array([[3], [2], [1], [3]])}
+    inputs = inputs if rank == 0 else None
     seen = []
 
     def rewards_and_values(inputs):
@@ -139,9 +130,8 @@ def _within_model_parallel():
     value = torch.tensor([[BIG + rank]])
     assert collectives.broadcast_2d_tensor_within_mp(value).tolist() == [[BIG]]
     assert collectives.broadcast_2d_tensor_within_mp(value, torch.float32).dtype == torch.float32
-    assert collectives.run_if_model_parallel_src(lambda: "called") == (
-        "called" if rank == 0 else None
-    )
+    found = collectives.run_if_model_parallel_src(lambda: "called")
+    assert found == ("called" if rank == 0 else None)
     assert collectives.broadcast_tensor_within_pp(value).equal(value)  # one stage: nothing to do
 
 
@@ -149,9 +139,8 @@ def _within_pipeline():
     rank = dist.get_rank()
     parallel_state.initialize(pipeline_model_parallel_size=2)
     value = torch.tensor([[BIG + rank]])
-    assert collectives.broadcast_tensor_within_pp(value if rank == 1 else None).tolist() == [
-        [BIG + 1]
-    ]
+    sent = collectives.broadcast_tensor_within_pp(value if rank == 1 else None)
+    assert sent.tolist() == [[BIG + 1]]
     assert collectives.broadcast_2d_tensor_within_pp(value, from_last=False).tolist() == [[BIG]]
 
 

@@ -47,9 +47,8 @@ def check_shares():
 
     weights = torch.randn(3, 8, 2, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     (gradient,) = torch.autograd.grad((gather_shares(mine, 1) * weights).sum(), mine)
-    assert torch.equal(gradient, take_share(weights, 1)), (
-        "the same loss on all ranks: nothing to sum"
-    )
+    why = "the same loss on all ranks: nothing to sum"
+    assert torch.equal(gradient, take_share(weights, 1)), why
     (gradient,) = torch.autograd.grad(
         (gather_shares(mine, 1, sum_gradients=True) * weights * (rank + 1)).sum(), mine
     )
@@ -73,11 +72,9 @@ def evaluate(tokenizer_dir, folder, architecture, role, **split):
 
 def ragged_prompts(rows=5):
     generator = torch.Generator().manual_seed(5)
-    return {
-        "text": torch.randint(0, 290, (rows, 7), generator=generator),
-        "length": torch.randint(1, 8, (rows,), generator=generator),
-        "sample_seeds": torch.arange(rows) + 50,
-    }
+    text = torch.randint(0, 290, (rows, 7), generator=generator)
+    length = torch.randint(1, 8, (rows,), generator=generator)
+    return {"text": text, "length": length, "sample_seeds": torch.arange(rows) + 50}
 
 
 def generate(tokenizer_dir, architecture, **split):
@@ -99,12 +96,8 @@ def generate(tokenizer_dir, architecture, **split):
         output = model.generator.generate(
             prompts["text"], prompts["length"], prompts["sample_seeds"], greedy
         )
-        results += [
-            *sampled.values(),
-            output.response_tokens,
-            output.response_lengths,
-            output.logprobs,
-        ]
+        results += [*sampled.values(), output.response_tokens]
+        results += [output.response_lengths, output.logprobs]
         # The rotary embedding remembers lengths; here it must not give what it gave when decoding.
         results.append(model.get_inference_log_probs(sampled["response_tokens"]))
     assert all(chunk.training for chunk in model.model)
@@ -138,9 +131,8 @@ def dropout_masks(tokenizer_dir):
 def on_two_ranks(tokenizer_dir, folder):
     parallel_state.initialize(**CP2)
     assert parallel_state.get_data_parallel_world_size() == 1
-    assert torch.distributed.get_process_group_ranks(
-        parallel_state.get_model_parallel_group()
-    ) == [0, 1]
+    group = parallel_state.get_model_parallel_group()
+    assert torch.distributed.get_process_group_ranks(group) == [0, 1]
     assert parallel_state.get_model_parallel_src_rank() == 0
     check_shares()
     results = {case: evaluate(tokenizer_dir, folder, *case, **CP2) for case in CASES}

@@ -7,20 +7,16 @@ against one rank.
 import pytest
 
 from nemo_aligner.generate.responses import Response
-from tests.distributed.launcher import progress, run_ranks
+from tests.distributed.launcher import at_each, run_ranks
 from tests.tiny_models import tiny_config
 
 PROMPTS = ["the film", "a dull plot and a", "I loved the", "Review: the film was bad.", "a"]
-SPLITS = {
-    "DP2": {},
-    "TP2": {"tensor_model_parallel_size": 2},
-    "PP2": {"pipeline_model_parallel_size": 2},
-    "CP2": {"context_parallel_size": 2},
-}
+SPLITS = {"DP2": {}, "TP2": {"tensor_model_parallel_size": 2}}
+SPLITS |= {"PP2": {"pipeline_model_parallel_size": 2}, "CP2": {"context_parallel_size": 2}}
 
 
 def evaluate(
-    folder: str, ranks: int, split: dict, policy_name: str = "policy"
+    folder: str, ranks: int, policy_name: str = "policy", **split: int
 ) -> tuple[list[Response], list[float]]:
     """The responses to `PROMPTS`, in five micro-batches, and their rewards; all ranks call it."""
     from nemo_aligner.config.checks import check_config
@@ -45,17 +41,6 @@ def evaluate(
     return responses, rewards
 
 
-def at_each_split(folder: str, names: list[str]) -> dict:
-    from megatron.core.parallel_state import destroy_model_parallel
-
-    results = {}
-    for name in names:
-        results[name] = evaluate(folder, 2, SPLITS[name])
-        progress(name)
-        destroy_model_parallel()  # the ranks stay
-    return results
-
-
 @pytest.fixture(scope="module")
 def folder(tiny_tokenizer_dir, tmp_path_factory) -> str:
     from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
@@ -73,12 +58,12 @@ def folder(tiny_tokenizer_dir, tmp_path_factory) -> str:
 
 @pytest.fixture(scope="module")
 def one_rank(folder):
-    return evaluate(folder, 1, {})
+    return evaluate(folder, 1)
 
 
 @pytest.fixture(scope="module")
 def two_ranks(folder):
-    return run_ranks(at_each_split, 2, 120, folder, list(SPLITS))
+    return run_ranks(at_each, 2, 120, SPLITS, evaluate, folder, 2)
 
 
 @pytest.mark.timeout(300)
@@ -97,17 +82,12 @@ def test_two_ranks_give_what_one_does(one_rank, two_ranks, split):
             assert rewards == pytest.approx(wanted_rewards, abs=1e-5)
 
 
-def with_experts(folder: str, ranks: int, split: dict) -> list[Response]:
-    return evaluate(folder, ranks, split, "experts")[0]
-
-
 @pytest.mark.full
 @pytest.mark.timeout(300)
 def test_ranks_that_hold_each_others_experts_generate_equally_often(folder):
     """Of the five micro-batches one rank gets three and the other two, and one that fills up."""
-    wanted = with_experts(folder, 1, {})
-    split = {"expert_model_parallel_size": 2}
-    for responses in run_ranks(with_experts, 2, 120, folder, 2, split):
-        assert [each.response_tokens for each in responses] == [
-            each.response_tokens for each in wanted
-        ]
+    wanted, _ = evaluate(folder, 1, "experts")
+    split = {"EP2": {"expert_model_parallel_size": 2}}
+    for results in run_ranks(at_each, 2, 120, split, evaluate, folder, 2, "experts"):
+        responses, _ = results["EP2"]
+        assert [x.response_tokens for x in responses] == [x.response_tokens for x in wanted]

@@ -18,10 +18,8 @@ VPP2 = PP2 | {"virtual_pipeline_model_parallel_size": 2}
 TP2 = {"tensor_model_parallel_size": 2}
 SP2 = TP2 | {"sequence_parallel": True}
 # Architecture, split of training, `generation.reshard`.
-TWO_RANKS = {
-    "llama DP2 to TP2": ("llama", {}, {"tp": 2, "pp": 1}),
-    "lora PP2 to 1": ("lora", PP2, "auto"),
-}
+TWO_RANKS = {"llama DP2 to TP2": ("llama", {}, {"tp": 2, "pp": 1})}
+TWO_RANKS["lora PP2 to 1"] = "lora", PP2, "auto"
 TWO_RANKS_FULL = {
     "llama VPP2 to 1": ("llama", VPP2, "auto"),
     "llama TP2+SP to 1": ("llama", SP2, {"tp": 1, "pp": 1}),
@@ -143,10 +141,8 @@ def in_turns(tokenizer_dir, folder, name, reshard, resume=False):
 def resumes_exactly(tokenizer_dir, folder):
     moved = {"tp": 1, "pp": 1}
     whole = in_turns(tokenizer_dir, folder, "moved", moved)
-    for other in (
-        in_turns(tokenizer_dir, folder, "moved", moved, resume=True),
-        in_turns(tokenizer_dir, folder, "kept", "none"),
-    ):
+    others = [in_turns(tokenizer_dir, folder, "moved", moved, resume=True)]
+    for other in [*others, in_turns(tokenizer_dir, folder, "kept", "none")]:
         assert other[0] == whole[0] and other[1] == whole[1]
         assert all(torch.equal(other[2][name], tensor) for name, tensor in whole[2].items())
 

@@ -41,9 +41,8 @@ def sources(name: str) -> list[str]:
 
 def write_expected(tokenizer_dir, folder, cases_of):
     """What one rank computes of the cases of splits, `{name: cases}`, in this process."""
-    wanted = [
-        (*case, SPLITS[name].precision) for name, cases in cases_of.items() for case in cases
-    ]
+    precisions = [(SPLITS[name].precision, cases) for name, cases in cases_of.items()]
+    wanted = [(*case, precision) for precision, cases in precisions for case in cases]
     matrix.write_expected(tokenizer_dir, folder, wanted)
     parallel_state.destroy()
 
@@ -52,10 +51,8 @@ def keep_report(numbers: dict) -> dict:
     """Append the deviations to the file that MATRIX_REPORT names, one JSON object per case."""
     if "MATRIX_REPORT" in os.environ:
         with open(os.environ["MATRIX_REPORT"], "a") as file:
-            file.writelines(
-                json.dumps({"case": case, "numbers": found}) + "\n"
-                for case, found in numbers.items()
-            )
+            records = [{"case": case, "numbers": found} for case, found in numbers.items()]
+            file.writelines(json.dumps(record) + "\n" for record in records)
     return numbers
 
 
@@ -86,11 +83,8 @@ def must_differ(split: matrix.Split, quantity: str) -> bool:
     depends.
     """
     model_size = 1
-    for size in (
-        "tensor_model_parallel_size",
-        "pipeline_model_parallel_size",
-        "context_parallel_size",
-    ):
+    kinds = "tensor_model", "pipeline_model", "context"
+    for size in (f"{kind}_parallel_size" for kind in kinds):
         model_size *= split.model[size]
     dealt_anew = (
         split.ranks > model_size and "microbatch" in quantity and not quantity.endswith(" 1")
@@ -132,11 +126,8 @@ def check_reloads(reloads: dict) -> None:
     for case, numbers in reloads.items():
         bound = BOUND if SPLITS[case[1]].precision == 32 else BOUND_BF16
         bounds = {"loaded weights": 0.0}
-        wrong += [
-            f"{case}: {key} {x:.1e}"
-            for key, x in numbers.items()
-            if not x <= bounds.get(key, bound)
-        ]
+        limits = {key: bounds.get(key, bound) for key in numbers}
+        wrong += [f"{case}: {k} {x:.1e}" for k, x in numbers.items() if not x <= limits[k]]
     assert reloads and not wrong, "\n".join(wrong)
 
 
@@ -159,19 +150,12 @@ def test_what_one_rank_computes(architecture, role, tiny_tokenizer_dir, folder_o
     write_expected(tiny_tokenizer_dir, folder_of_models, {"DP2": [(architecture, role)]})
     numbers = torch.load(matrix.expected_file(folder_of_models, architecture, role, 32))
     for kind in ("loss", "gradient"):
-        dynamic = matrix.apart(
-            numbers[f"{kind} token {matrix.DYNAMIC}"],
-            numbers[f"{kind} token 1"],
-            kind == "gradient",
-        )
+        dynamic, alone = (numbers[f"{kind} token {size}"] for size in (matrix.DYNAMIC, 1))
+        dynamic = matrix.apart(dynamic, alone, kind == "gradient")
         assert dynamic < BOUND
         for other in ("sequence 1", "microbatch 2"):
-            assert (
-                matrix.apart(
-                    numbers[f"{kind} {other}"], numbers[f"{kind} token 1"], kind == "gradient"
-                )
-                > 1e-3
-            )
+            found, alone = numbers[f"{kind} {other}"], numbers[f"{kind} token 1"]
+            assert matrix.apart(found, alone, kind == "gradient") > 1e-3
     empty = {key: found for key, found in numbers.items() if key.startswith("empty")}
     assert empty == dict.fromkeys(empty, {"loss": 0.0, "gradient": 0.0}) and "empty token" in empty
     if role == "actor":
@@ -188,12 +172,9 @@ def test_virtual_stages_never_communicate_in_batches(tiny_tokenizer_dir):
     error.
     """
     for virtual in (None, 2):
-        cfg = matrix.model_config(
-            tiny_tokenizer_dir,
-            "llama",
-            pipeline_model_parallel_size=2,
-            virtual_pipeline_model_parallel_size=virtual,
-        )
+        sizes = {"pipeline": 2, "virtual_pipeline": virtual}
+        sizes = {f"{name}_model_parallel_size": size for name, size in sizes.items()}
+        cfg = matrix.model_config(tiny_tokenizer_dir, "llama", **sizes)
         config = build_transformer_config(complete_model(cfg))
         assert config.batch_p2p_comm == (virtual is None) and config.overlap_p2p_comm == (
             virtual is not None
@@ -209,7 +190,5 @@ def test_weights_are_never_gathered_during_inference(tiny_tokenizer_dir):
     optimizer, _ = model.setup_megatron_optimization(10)
     assert not any(chunk.ddp_config.overlap_param_gather for chunk in model.model)
     assert not any(part.ddp_config.overlap_param_gather for part in optimizer.chained_optimizers)
-    assert (
-        not optimizer.config.overlap_param_gather
-        and model.transformer_config.param_sync_func is None
-    )
+    assert not optimizer.config.overlap_param_gather
+    assert model.transformer_config.param_sync_func is None

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nemo_aligner.algorithms import parts
+from nemo_aligner.algorithms import training_loop
 from nemo_aligner.parallel.device import get_device
 from tests.distributed.launcher import run_ranks
 
@@ -71,11 +71,11 @@ def test_scores_are_on_the_device_and_as_wide_as_the_batch():
     given = torch.tensor([[1.0], [2.0]]), torch.ones(2, 2)
     future = SimpleNamespace(result=lambda: given)
     rollout = {"response_tokens": torch.zeros(2, 5)}
-    scores = parts.scores_of(lambda _: future)(rollout).scores()
+    scores = training_loop.scores_of(lambda _: future)(rollout).scores()
     assert scores.values.tolist() == [[1, 1, 0, 0]] * 2 and scores.rewards.tolist() == [1, 2]
     assert {scores.values.device.type, scores.rewards.device.type} == {get_device().type}
 
 
 def test_a_function_of_any_arguments_is_given_all():
-    given = parts.log_probs(lambda *_, **others: others, torch.zeros(1), torch.ones(1))
+    given = training_loop.log_probs(lambda *_, **others: others, torch.zeros(1), torch.ones(1))
     assert given["response_lengths"] == 1

@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 
 from tests import megatron_folders, nemo_files
 from tests.cases import some_of
-from tests.distributed.launcher import progress, run_ranks
+from tests.distributed.launcher import at_each, progress, run_ranks
 from tests.tiny_models import tiny_config
 
 SPLITS = {
@@ -48,16 +48,6 @@ def differences(trusted: str, others: list[str], **split) -> dict[str, list[str]
     return result
 
 
-def at_each(splits: list[str], trusted: str, others: list[str]) -> dict:
-    from megatron.core.parallel_state import destroy_model_parallel
-
-    results = {}
-    for name in splits:
-        results[name] = differences(trusted, others, **SPLITS[name])
-        destroy_model_parallel()
-    return results
-
-
 def megatron_roots(model, kind: str, folder: Path, tokenizer: str) -> list[Path]:
     """What Megatron-LM would write of the model."""
     changes = {"rotary_base": 10000, "norm_epsilon": 1e-5, "use_rope_scaling": False}
@@ -79,7 +69,8 @@ def test_other_forms_load_at_another_split(tiny_tokenizer_dir, tmp_path, kind):
     architecture = "gpt2" if kind == "gpt2" else "llama"
     cfg = tiny_config(tiny_tokenizer_dir, architecture, num_layers=4, **experts)
     source = MegatronGPTModel(cfg)
-    source.save_to(str(tmp_path / "trusted.nemo"))
+    trusted = str(tmp_path / "trusted.nemo")
+    source.save_to(trusted)
     folders = megatron_roots(source, kind, tmp_path, tiny_tokenizer_dir)
     if kind != "moe":
         folders += [
@@ -90,7 +81,7 @@ def test_other_forms_load_at_another_split(tiny_tokenizer_dir, tmp_path, kind):
             nemo_files.write_by_megatron_core(source, tmp_path / "core"),
         ]
     paths = [str(folder) for folder in folders]
-    for found in run_ranks(at_each, 2, 120, list(SPLITS), str(tmp_path / "trusted.nemo"), paths):
+    for found in run_ranks(at_each, 2, 120, SPLITS, differences, trusted, paths):
         assert found == {name: {path: [] for path in paths} for name in SPLITS}
 
 
@@ -114,9 +105,8 @@ def test_a_weight_beyond_reason_of_one_rank_is_the_same_error_on_all(
     source = MegatronGPTModel(tiny_config(tiny_tokenizer_dir))
     path = str(tmp_path / "model.nemo")
     with torch.no_grad():
-        (weight,) = (
-            w for n, w in source._named_weights() if n.endswith("1.mlp.linear_fc2.weight")
-        )
+        named = "1.mlp.linear_fc2.weight"
+        (weight,) = (w for n, w in source._named_weights() if n.endswith(named))
         weight[0, -1] = 1.8e37  # of the last columns and the last layer
     source.save_to(path)
     first, second = run_ranks(errors_of, 2, 120, path, SPLITS[split])

@@ -42,17 +42,14 @@ def states(tokenizer_dir) -> dict[str, tuple[bool, int, list[str]]]:
             if isinstance(part, ShardedTensor)
         }
         state = sharded_optimizer_state(optimizer, weights, False, metadata)
-        copies = {
-            (part.key.removeprefix(PREFIX), part.global_offset): part.data
-            for part in nested_values(state)
-            if isinstance(part, ShardedTensor) and part.key.startswith(PREFIX)
+        parts = [part for part in nested_values(state) if isinstance(part, ShardedTensor)]
+        mine = {
+            part.key.removeprefix(PREFIX): part for part in parts if part.key.startswith(PREFIX)
         }
+        copies = {(key, part.global_offset): part.data for key, part in mine.items()}
         buffers = [buffer for chunk in model.model for buffer in chunk.buffers]
-        padded = any(
-            bucket.offset + bucket.numel_unpadded < following.offset
-            for buffer in buffers
-            for bucket, following in zip(buffer.buckets, buffer.buckets[1:])
-        )
+        pairs = [pair for buffer in buffers for pair in zip(buffer.buckets, buffer.buckets[1:])]
+        padded = any(a.offset + a.numel_unpadded < b.offset for a, b in pairs)
         wrong = [key for (key, place), x in copies.items() if not x.equal(own[key, place])]
         found[name] = padded, len(copies), wrong
         destroy_model_parallel()

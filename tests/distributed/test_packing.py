@@ -16,15 +16,12 @@ from nemo_aligner.data.nlp.builders import build_sft_dataset
 from nemo_aligner.models.nlp.gpt.gpt_sft_model import GPTSFTModel
 from nemo_aligner.training.optim import optimizer_step
 from tests.distributed import matrix
-from tests.distributed.launcher import progress, run_ranks
+from tests.distributed.launcher import at_each, progress, run_ranks
 from tests.tiny_models import tiny_config
 
-SPLITS = {
-    "DP2": {},
-    "TP2": {"tensor_model_parallel_size": 2},
-    "TP2-SP": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
-    "PP2": {"pipeline_model_parallel_size": 2, "micro_batch_size": 2},
-}
+SPLITS = {"DP2": {}, "TP2": {"tensor_model_parallel_size": 2}}
+SPLITS["TP2-SP"] = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+SPLITS["PP2"] = {"pipeline_model_parallel_size": 2, "micro_batch_size": 2}
 CASES = (("gpt2", "token"), ("llama", "sequence"))  # architecture, loss_reduction
 WORDS = "the film was a joy and a dull plot with old friends but I loved its warm music".split()
 
@@ -45,9 +42,7 @@ def updates(nemo: str, path: str, packed: bool, reduction: str, **split) -> dict
     on rank 0. All ranks call it.
     """
     cfg = OmegaConf.merge(
-        sources.read_config(nemo),
-        {"micro_batch_size": 1, "loss_reduction": reduction},
-        split,
+        sources.read_config(nemo), {"micro_batch_size": 1, "loss_reduction": reduction}, split
     )
     model = GPTSFTModel.restore_from(nemo, override_config_path=cfg)
     optimizer, scheduler = model.setup_megatron_optimization(max_steps=10)
@@ -63,34 +58,18 @@ def updates(nemo: str, path: str, packed: bool, reduction: str, **split) -> dict
     weights = matrix.gathered(model)
     if weights is None:
         return None
-    rows = [len(dataset)]
-    return {
-        "steps": torch.tensor(steps),
-        "gradient": gradients[0],
-        "weights": weights,
-        "rows": rows,
-    }
+    numbers = {"steps": torch.tensor(steps), "rows": len(dataset)}
+    return numbers | {"gradient": gradients[0], "weights": weights}
 
 
-def at_one(nemos: dict[str, str], path: str) -> dict:
+def all_cases(nemos: dict[str, str], path: str, packed: bool, **split) -> dict:
+    """By (architecture, reduction)."""
     results = {}
-    for packed in (False, True):
-        for architecture, reduction in CASES:
-            nemo = nemos[architecture]
-            results[packed, architecture, reduction] = updates(nemo, path, packed, reduction)
-            progress(f"one rank, {packed=}, {architecture}")
-    return results
-
-
-def at_each(names: list[str], nemos: dict[str, str], path: str) -> dict:
-    results = {}
-    for name in names:
-        for architecture, reduction in CASES:
-            nemo = nemos[architecture]
-            found = updates(nemo, path, True, reduction, **SPLITS[name])
-            results[name, architecture, reduction] = found
-            progress(f"{name} {architecture}")
-            destroy_model_parallel()  # the ranks stay
+    for architecture, reduction in CASES:
+        found = updates(nemos[architecture], path, packed, reduction, **split)
+        results[architecture, reduction] = found
+        progress(f"{packed=}, {architecture}")
+        destroy_model_parallel()
     return results
 
 
@@ -109,25 +88,11 @@ def nemos(tiny_tokenizer_dir, tmp_path_factory) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory) -> str:
-    rows = [
-        {"input": " ".join(WORDS[n % 5 : n % 5 + n % 4]), "output": " ".join(WORDS[: 1 + n % 6])}
-        for n in range(13)
-    ]
+    texts = [(WORDS[n % 5 : n % 5 + n % 4], WORDS[: 1 + n % 6]) for n in range(13)]
+    rows = [{"input": " ".join(given), "output": " ".join(wanted)} for given, wanted in texts]
     path = tmp_path_factory.mktemp("packed") / "data.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
-
-
-@pytest.fixture(scope="module")
-def one_rank(nemos, path):
-    """By (packed, architecture, reduction)."""
-    return run_ranks(at_one, 1, 120, nemos, path)[0]
-
-
-@pytest.fixture(scope="module")
-def two_ranks(nemos, path):
-    """By (split, architecture, reduction), packed."""
-    return run_ranks(at_each, 2, 120, list(SPLITS), nemos, path)[0]
 
 
 def check(found: dict, expected: dict, what: str) -> None:
@@ -138,15 +103,11 @@ def check(found: dict, expected: dict, what: str) -> None:
 
 
 @pytest.mark.timeout(400)
-def test_packed_sequences_on_one_rank_give_the_numbers_of_examples(one_rank):
-    counts = {rows for (_packed, _, _), result in one_rank.items() for rows in result["rows"]}
-    assert len(counts) == 2  # fewer packs than examples
-    for case in CASES:
-        check(one_rank[(True, *case)], one_rank[(False, *case)], f"one rank, {case}")
-
-
-@pytest.mark.timeout(400)
-def test_packed_sequences_on_two_ranks_give_the_numbers_of_examples_on_one(one_rank, two_ranks):
-    assert len(two_ranks) == len(SPLITS) * len(CASES)
-    for (split, *case), found in two_ranks.items():
-        check(found, one_rank[(False, *case)], f"{split}, {case}")
+def test_packed_sequences_give_the_numbers_of_examples_on_one_rank(nemos, path):
+    apart, packed = (run_ranks(all_cases, 1, 120, nemos, path, x)[0] for x in (False, True))
+    splits = run_ranks(at_each, 2, 120, SPLITS, all_cases, nemos, path, True)[0]
+    assert splits.keys() == SPLITS.keys()
+    for case, expected in apart.items():
+        assert packed[case]["rows"] < expected["rows"]
+        for name, found in {"one rank": packed, **splits}.items():
+            check(found[case], expected, f"{name}, {case}")

@@ -53,9 +53,8 @@ def at_each(folders: dict[str, tuple[str, str]], splits: dict[str, dict]) -> dic
             beside = whole_logits(model, TOKENS)
             with model.adapters_merged():
                 merged = whole_logits(model, TOKENS)
-            whole = whole_logits(
-                load_from_nemo(GPTSFTModel, job, None, restore_path=folder), TOKENS
-            )
+            model = load_from_nemo(GPTSFTModel, job, None, restore_path=folder)
+            whole = whole_logits(model, TOKENS)
             results[split, name] = (beside, merged, whole), read
             progress(f"{split} {name}")
             destroy_model_parallel()

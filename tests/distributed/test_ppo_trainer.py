@@ -20,15 +20,12 @@ SETTINGS = dict(
 # gone too far.
 WITHOUT_CRITIC = dict(ppo_epochs=2, val_check_interval=1, num_rollouts_per_prompt=2)
 GRPO = WITHOUT_CRITIC | dict(advantage_estimator="grpo", target_kl=1e-5)
-PLUS_PLUS = WITHOUT_CRITIC | dict(
-    advantage_estimator="reinforce_plus_plus",
-    normalize_rewards=True,
-    reward_clip=1.2,
-    overlong_buffer_len=3,
-    advantage_clip=1.5,
-    kl_estimator="k3",
-    adaptive_kl={"enable": True, "target": 1e-9, "horizon": 40},
+ADAPTIVE = {"enable": True, "target": 1e-9, "horizon": 40}
+PLUS_PLUS = WITHOUT_CRITIC | dict(advantage_estimator="reinforce_plus_plus", reward_clip=1.2)
+PLUS_PLUS |= dict(
+    normalize_rewards=True, overlong_buffer_len=3, advantage_clip=1.5, kl_estimator="k3"
 )
+PLUS_PLUS["adaptive_kl"] = ADAPTIVE
 TEACHER = WITHOUT_CRITIC | dict(
     advantage_estimator="reinforce_plus_plus", teacher_kl_coef=0.5, teacher_kl_discount=0.9
 )
@@ -37,11 +34,10 @@ TEACHER = WITHOUT_CRITIC | dict(
 DECOUPLED = WITHOUT_CRITIC | dict(
     advantage_estimator="gdpo", reward_weights=(0.7, 0.3), initial_policy_kl_penalty=0.0
 )
-CORRECTED = WITHOUT_CRITIC | dict(
-    advantage_estimator="grpo",
-    sampler_correction={"weights": "token", "cap": 1.04, "reject": "geometric", "high": 1.05},
-    covariance={"rule": "clip", "fraction": 0.1, "low": 0.05},
-)
+CAPPED = {"weights": "token", "cap": 1.04, "reject": "geometric", "high": 1.05}
+CLIPPED = {"rule": "clip", "fraction": 0.1, "low": 0.05}
+CORRECTED = WITHOUT_CRITIC | dict(advantage_estimator="grpo", covariance=CLIPPED)
+CORRECTED["sampler_correction"] = CAPPED
 
 
 def run_trainer(batch_iterator_cls=None, settings=SETTINGS):
@@ -58,7 +54,7 @@ def run_trainer(batch_iterator_cls=None, settings=SETTINGS):
 
 
 def run_reinforce():
-    from tests.reinforce_fakes import make_reinforce_trainer
+    from tests.rs_fakes import make_reinforce_trainer
 
     return run(make_reinforce_trainer(val_check_interval=1))
 
@@ -143,11 +139,7 @@ def refusals(make, name):
     found, state = {}, {"consumed_samples": 0, f"{name}_optimization_step": 0}
     for key, changes, kind in (
         ("unequal_states", {"step": torch.distributed.get_rank()}, RuntimeError),
-        (
-            "other_steps",
-            {"step": 1, "consumed_samples": 6, "num_rollout_samples": 6},
-            UserError,
-        ),
+        ("other_steps", {"step": 1, "consumed_samples": 6, "num_rollout_samples": 6}, UserError),
     ):
         try:
             make().load_state_dict(state | changes)
@@ -201,9 +193,8 @@ def assert_equal_runs(one: dict, two: list[dict], rtol: float = 1e-5) -> None:
         assert [entry[:2] for entry in result["metrics"]] == [
             entry[:2] for entry in one["metrics"]
         ]
-        for (name, _, value), (_, _, expected) in zip(
-            result["metrics"], one["metrics"], strict=True
-        ):
+        pairs = zip(result["metrics"], one["metrics"], strict=True)
+        for (name, _, value), (_, _, expected) in pairs:
             assert value == pytest.approx(expected, rel=1e-4, abs=1e-5), name
         assert result["weight"] == pytest.approx(one["weight"], rel=1e-5)
 

@@ -10,14 +10,12 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from tests.distributed.launcher import progress, run_ranks
+from tests.distributed.launcher import at_each, run_ranks
 from tests.tiny_models import PPO, tiny_config
 
 SAMPLES, WIDTH = 4, 11
-LORA = {
-    "peft_scheme": "lora",
-    "lora_tuning": {"target_modules": ["all"], "adapter_dim": 3, "row_init_method": "normal"},
-}
+TUNING = {"target_modules": ["all"], "adapter_dim": 3, "row_init_method": "normal"}
+LORA = {"peft_scheme": "lora", "lora_tuning": TUNING}
 SPLITS = {
     "DP2": {},
     "DP2-adamw": {"optim": {"name": "adamw"}},
@@ -69,10 +67,8 @@ def update(actor, optimizer, scheduler) -> list[float]:
     from nemo_aligner.parallel import parallel_state
     from nemo_aligner.training.optim import optimizer_step
 
-    size, rank = (
-        parallel_state.get_data_parallel_world_size(),
-        parallel_state.get_data_parallel_rank(),
-    )
+    size = parallel_state.get_data_parallel_world_size()
+    rank = parallel_state.get_data_parallel_rank()
     batch = {key: value.chunk(size)[rank] for key, value in global_batch().items()}
     optimizer.zero_grad()
     actor.prepare_for_training_step()
@@ -91,18 +87,6 @@ def updates(nemo: str, **split) -> dict:
     return {"steps": torch.tensor(steps), "logprobs": actor.get_inference_log_probs(tokens)}
 
 
-def at_each(splits: list[str], nemo: str) -> dict:
-
-    from megatron.core.parallel_state import destroy_model_parallel
-
-    results = {}
-    for name in splits:
-        results[name] = updates(nemo, **SPLITS[name])
-        progress(name)
-        destroy_model_parallel()  # the ranks stay
-    return results
-
-
 @pytest.fixture(scope="module")
 def nemo(tiny_tokenizer_dir, tmp_path_factory) -> str:
     """The initial weights of all: pipeline stages would draw others than one rank."""
@@ -116,12 +100,10 @@ def nemo(tiny_tokenizer_dir, tmp_path_factory) -> str:
 @pytest.fixture(scope="module")
 def two_ranks(nemo, request):
     """Results of both ranks at the splits that this run of pytest selects."""
-    selected = {
-        item.callspec.params["split"]
-        for item in request.session.items
-        if item.path == request.path
-    }
-    return run_ranks(at_each, 2, 120, [name for name in SPLITS if name in selected], nemo)
+    items = [item for item in request.session.items if item.path == request.path]
+    selected = {item.callspec.params["split"] for item in items}
+    splits = {name: split for name, split in SPLITS.items() if name in selected}
+    return run_ranks(at_each, 2, 120, splits, updates, nemo)
 
 
 @pytest.fixture(scope="module")
@@ -136,6 +118,5 @@ def test_two_ranks_update_as_one_does(one_rank, two_ranks, split):
     expected = one_rank[split.endswith("LoRA")]
     for rank in two_ranks:
         torch.testing.assert_close(rank[split]["steps"], expected["steps"], rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close(
-            rank[split]["logprobs"], expected["logprobs"], rtol=1e-5, atol=1e-5
-        )
+        found, wanted = rank[split]["logprobs"], expected["logprobs"]
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)

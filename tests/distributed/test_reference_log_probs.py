@@ -92,9 +92,9 @@ def write_input(tokenizer_dir, folder):
     """The models, and preference pairs."""
     matrix.write_models(tokenizer_dir, folder)
     texts = ["was a joy", " is dull, and far too long", " bad"]
+    pairs = [(texts[i % 3], texts[(i + 1) % 3]) for i in range(ITEMS)]
     lines = [
-        {"prompt": f"the film {i}", "chosen": texts[i % 3], "rejected": texts[(i + 1) % 3]}
-        for i in range(ITEMS)
+        {"prompt": f"the film {i}", "chosen": a, "rejected": b} for i, (a, b) in enumerate(pairs)
     ]
     text = "".join(json.dumps(line) + "\n" for line in lines)
     (folder / "pairs.jsonl").write_text(text)

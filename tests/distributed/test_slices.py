@@ -40,10 +40,9 @@ def scores(tokenizer_dir, split):
         return {"rewards": found[0].reshape(-1, 1), "values": found[1]}
 
     generator = torch.Generator().manual_seed(5)
-    request = {
-        "tokens": torch.randint(0, 290, (40, 30), generator=generator).numpy(),
-        "sequence_lengths": torch.randint(1, 31, (40, 1), generator=generator).numpy(),
-    }
+    tokens = torch.randint(0, 290, (40, 30), generator=generator).numpy()
+    lengths = torch.randint(1, 31, (40, 1), generator=generator).numpy()
+    request = {"tokens": tokens, "sequence_lengths": lengths}
     scorer = Scorer(both, None, 2, passes=(values, rewards))
     answers = [scorer.run(request)]
     requests.SLICE_TOKENS = 100

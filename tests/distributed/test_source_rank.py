@@ -23,12 +23,10 @@ class Reply:
 
     def __init__(self, seconds: float, error: Exception | None = None):
         self._future = concurrent.futures.Future()
-        finish = (
-            (lambda: self._future.set_exception(error))
-            if error
-            else (lambda: self._future.set_result({}))
-        )
-        timer = threading.Timer(seconds, finish)
+        finish, value = self._future.set_result, {}
+        if error:
+            finish, value = self._future.set_exception, error
+        timer = threading.Timer(seconds, finish, [value])
         timer.daemon = True
         timer.start()
 
@@ -55,30 +53,25 @@ def test_a_rank_that_is_done_waits_for_the_others_without_a_time_limit():
     assert all(4.5 < seconds < 60.0 for seconds in waited)
 
 
-def hear_of_a_failure(kind):
+FAILURES = {
+    "reply": (ServerRequestError("the model said no"), "the model said no"),
+    "sending": (UserError("the rollout is too wide"), "the rollout is too wide"),
+    "other": (KeyError("rewards"), "KeyError('rewards')"),
+}
+
+
+def hear_of_failures():
     futures.JOINT_HEARTBEAT_S = 0.5
-    errors = {
-        "reply": Reply(0.2, ServerRequestError("the model said no")),
-        "sending": UserError("the rollout is too wide"),
-        "other": Reply(0.2, KeyError("rewards")),
-    }
-    try:
-        wait_for_all(
-            [Reply(0.1), errors[kind]]
-            if torch.distributed.get_rank() == 1
-            else [Reply(0.1), Reply(30.0)]
-        )
-    except ServerRequestError as error:
-        return str(error)
+    heard = []
+    for kind, (error, _) in FAILURES.items():
+        failing = error if kind == "sending" else Reply(0.2, error)
+        replies = [Reply(0.1), failing if torch.distributed.get_rank() == 1 else Reply(30.0)]
+        with pytest.raises(ServerRequestError) as caught:
+            wait_for_all(replies)
+        heard.append(str(caught.value))
+    return heard
 
 
-@pytest.mark.parametrize(
-    "kind, text",
-    [
-        ("reply", "the model said no"),
-        ("sending", "the rollout is too wide"),
-        ("other", "KeyError('rewards')"),
-    ],
-)
-def test_all_ranks_raise_what_one_rank_met(kind, text):
-    assert run_ranks(hear_of_a_failure, 2, 60, kind) == [text, text]
+def test_all_ranks_raise_what_one_rank_met():
+    said = [text for _, text in FAILURES.values()]
+    assert run_ranks(hear_of_failures, 2, 60) == [said, said]

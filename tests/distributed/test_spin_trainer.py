@@ -12,14 +12,7 @@ from nemo_aligner.parallel import parallel_state
 from tests.distributed.launcher import run_ranks
 from tests.distributed.matrix import ADAM_EPS, deviation, gathered
 from tests.preference_jobs import write
-from tests.spin_jobs import (
-    LORA,
-    STEPS,
-    records,
-    sft_data,
-    tiny_model,
-    trainer_of,
-)
+from tests.spin_jobs import LORA, STEPS, records, sft_data, tiny_model, trainer_of
 
 SPLITS = {
     "DP2": ({}, {}),
@@ -69,19 +62,13 @@ def run_on_this_rank(tokenizer_dir, folder, cases):
 
 def expected_on_one_rank(tokenizer_dir, folder):
     """By whether adapters are trained."""
-    return {
-        with_adapters: run_job(tokenizer_dir, folder, {}, {}, LORA if with_adapters else None)
-        for with_adapters in (False, True)
-    }
+    adapters = {False: None, True: LORA}
+    return {key: run_job(tokenizer_dir, folder, {}, {}, lora) for key, lora in adapters.items()}
 
 
 @pytest.mark.full
 @pytest.mark.timeout(450)
-@pytest.mark.parametrize(
-    "cases",
-    [CASES, OTHERS],
-    ids=["model-parallel", "data-parallel"],
-)
+@pytest.mark.parametrize("cases", [CASES, OTHERS], ids=["model-parallel", "data-parallel"])
 def test_two_ranks_at_any_split_equal_one(tiny_tokenizer_dir, tmp_path, cases):
     write(tmp_path / DATA, records())
     # The initial weights of a new model depend on the split.
@@ -96,11 +83,8 @@ def test_two_ranks_at_any_split_equal_one(tiny_tokenizer_dir, tmp_path, cases):
             assert responses == one[1], split
             for step, (mine, theirs) in enumerate(zip(metrics, one[0], strict=True)):
                 for name in theirs.keys() - ({"acc"} if step % 6 == 0 else set()):
-                    assert mine[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-4), (
-                        split,
-                        step,
-                        name,
-                    )
+                    wanted = pytest.approx(theirs[name], rel=1e-4, abs=1e-4)
+                    assert mine[name] == wanted, (split, step, name)
         weights = two[0][2]
         assert weights.keys() == one[2].keys()
         for name, weight in one[2].items():

@@ -86,16 +86,14 @@ def _check(tp: int, cp: int, width: int, ignore_last: bool, vocab_size: int, tem
     leaf = mine(dense).requires_grad_()
     for overwrite in (False, True):
         logits = leaf.clone()
-        logprobs, entropy = logprobs_and_entropy(
-            logits, targets, overwrite_logits=overwrite, **settings
-        )
+        own = {"overwrite_logits": overwrite, **settings}
+        logprobs, entropy = logprobs_and_entropy(logits, targets, **own)
         torch.testing.assert_close(logprobs, expected, atol=1e-12, rtol=1e-12)
         torch.testing.assert_close(entropy, expected_entropy, atol=1e-12, rtol=1e-12)
         (gradient,) = torch.autograd.grad((a * logprobs + b * entropy).sum(), logits)
         torch.testing.assert_close(gradient, mine(x.grad), atol=1e-12, rtol=1e-10)
-        assert torch.equal(
-            from_parallel_logits_to_logprobs(leaf, targets, True, **settings), logprobs
-        )
+        again = from_parallel_logits_to_logprobs(leaf, targets, True, **settings)
+        assert torch.equal(again, logprobs)
     if ignore_last:
         mask = torch.rand(B, columns, generator=torch.Generator().manual_seed(0)) > 0.4
         mean = distributed_entropy(leaf, mask, temperature, vocab_size)
@@ -107,12 +105,8 @@ def _splits():
         parallel_state.initialize(tensor_model_parallel_size=tp, context_parallel_size=cp)
         # A width that must be padded, the last slice of the vocabulary partly and wholly padding,
         # one short sequence.
-        for width, vocab_size, temperature in [
-            (8, V, 1.0),
-            (9, 10, 0.7),
-            (11, 5, 1.3),
-            (2, 9, 1.0),
-        ]:
+        cases = [(8, V, 1.0), (9, 10, 0.7), (11, 5, 1.3), (2, 9, 1.0)]
+        for width, vocab_size, temperature in cases:
             for ignore_last in (True, False):
                 _check(tp, cp, width, ignore_last, vocab_size, temperature)
         destroy_model_parallel()

@@ -18,6 +18,7 @@ import sys
 import tempfile
 import threading
 import time
+from functools import partialmethod
 from pathlib import Path
 
 import psutil
@@ -46,6 +47,14 @@ class TinyTokenizer:
 def build_model():
     """The critic and reward model, the same in every process."""
     import torch
+
+    def sum_over_ranks(tensor):
+        from nemo_aligner.parallel import parallel_state
+
+        if parallel_state.get_data_parallel_world_size() > 1:
+            group = parallel_state.get_data_parallel_group()
+            torch.distributed.all_reduce(tensor, group=group)
+        return tensor
 
     class TinyCritic(torch.nn.Module):
         """Value at t from the mean embedding of tokens <= t; reward from the last token.
@@ -85,32 +94,20 @@ def build_model():
             assert self.prepared == before, f"prepared for {self.prepared}, expected {before}"
             self.prepared = after
 
-        def prepare_for_inference(self):
-            self.switch(None, "inference")
-
-        def finish_inference(self):
-            self.switch("inference", None)
-
-        def prepare_for_training(self):
-            self.switch(None, "training")
+        prepare_for_inference = partialmethod(switch, None, "inference")
+        finish_inference = partialmethod(switch, "inference", None)
+        prepare_for_training = partialmethod(switch, None, "training")
+        prepare_for_training_step = partialmethod(switch, "training", "step")
 
         def finish_training(self):
             if self.prepared == "step":  # the step was given up
                 self.prepared = "training"
             self.switch("training", None)
 
-        def prepare_for_training_step(self):
-            self.switch("training", "step")
-
         def finish_training_step(self):
             self.switch("step", "training")
-            from nemo_aligner.parallel import parallel_state
-
-            if parallel_state.get_data_parallel_world_size() > 1:
-                for parameter in self.parameters():
-                    torch.distributed.all_reduce(
-                        parameter.grad, group=parallel_state.get_data_parallel_group()
-                    )
+            for parameter in self.parameters():
+                sum_over_ranks(parameter.grad)
 
         @torch.no_grad()
         def infer(self, inputs):
@@ -137,22 +134,13 @@ def build_model():
             hold NaN.
             """
             assert self.prepared == "step"
-            from nemo_aligner.parallel import parallel_state
-
             self.misbehave(batch["tokens"])
-            mask = batch["mask"]
-            count = mask.sum()
-            if parallel_state.get_data_parallel_world_size() > 1:
-                torch.distributed.all_reduce(count, group=parallel_state.get_data_parallel_group())
-            errors = (
-                torch.where(mask > 0, self(batch["tokens"])[:, :-1] - batch["returns"], 0.0) ** 2
-            )
-            loss = errors.sum() / count
+            mask = batch["mask"] > 0
+            count = sum_over_ranks(batch["mask"].sum())
+            errors = torch.where(mask, self(batch["tokens"])[:, :-1] - batch["returns"], 0.0)
+            loss = (errors**2).sum() / count
             loss.backward()
-            loss = loss.detach().clone()
-            if parallel_state.get_data_parallel_world_size() > 1:
-                torch.distributed.all_reduce(loss, group=parallel_state.get_data_parallel_group())
-            return float(loss), {}
+            return float(sum_over_ranks(loss.detach().clone())), {}
 
     return TinyCritic()
 
@@ -191,13 +179,10 @@ def main() -> None:
     from nemo_aligner.servers import requests, server_loop, triton_host
 
     class Logger:
-        def log_metrics(self, metrics, step, prefix):
+        def log_metrics(self, metrics, step):
             if parallel_state.get_rank() == 0:
                 with open(settings["metrics"], "a") as file:
-                    file.write(
-                        json.dumps({"step": step, **{prefix + k: v for k, v in metrics.items()}})
-                        + "\n"
-                    )
+                    file.write(json.dumps({"step": step, **metrics}) + "\n")
 
         def log_samples(self, name, rows, step):
             """Keep nothing: the times of phases are not looked at here."""
@@ -268,18 +253,11 @@ def main() -> None:
     if settings["minimal"]:
         del Logger.log_samples
         checkpoint = MinimalCheckpoint()
-    trainer = CriticServerTrainer(
-        cfg=OmegaConf.create(settings["cfg"]),
-        model=model,
-        optimizer=optimizer,
-        scheduler=scheduler,
-        logger=logger,
-        ckpt_callback=checkpoint,
-        tokenize_func=tokenize,
-        gbs=settings["gbs"],
-        model_forward_micro_batch_size=2,
-        server=OmegaConf.create(settings["server"]),
-    )
+    parts = {"cfg": OmegaConf.create(settings["cfg"]), "model": model, "optimizer": optimizer}
+    parts |= {"scheduler": scheduler, "logger": logger, "ckpt_callback": checkpoint}
+    parts |= {"tokenize_func": tokenize, "gbs": settings["gbs"]}
+    parts |= {"model_forward_micro_batch_size": 2, "server": OmegaConf.create(settings["server"])}
+    trainer = CriticServerTrainer(**parts)
     if os.path.exists(settings["checkpoint"]):
         trainer.load_state_dict(json.loads(Path(settings["checkpoint"]).read_text()))
     server_loop.FAILURE_GRACE_S = patience(3.0)
@@ -357,13 +335,8 @@ class CriticJob:
             },
         }
         root = Path(__file__).resolve().parents[2]
-        environment = {
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": str(root),
-            "TMPDIR": str(self.directory / "t"),
-            "PYTHONUNBUFFERED": "1",
-        }
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}
+        environment |= {"TMPDIR": str(self.directory / "t"), "PYTHONUNBUFFERED": "1"}
         script = [__file__, json.dumps(settings)]
         self.log_path = self.directory / "log.txt"
 
@@ -377,11 +350,8 @@ class CriticJob:
             command += [f"--master_port={find_free_port()}"]
             self.processes = [start(command, environment, others=ranks)]
         else:
-            shared = {
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(find_free_port()),
-                "WORLD_SIZE": str(ranks),
-            }
+            shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_port())}
+            shared["WORLD_SIZE"] = str(ranks)
             self.processes = [
                 start([], {**environment, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)})
                 for rank in range(ranks)
@@ -394,10 +364,8 @@ class CriticJob:
 
     def __exit__(self, *_):
         self.look_around()
-        for process in [
-            *self._family.values(),
-            *(psutil.Process(p.pid) for p in self.processes if p.poll() is None),
-        ]:
+        running = [psutil.Process(p.pid) for p in self.processes if p.poll() is None]
+        for process in [*self._family.values(), *running]:
             try:
                 process.kill()
             except psutil.NoSuchProcess:
@@ -462,11 +430,8 @@ class CriticJob:
 
     def wait_for_exit(self, limit_s=15) -> list:
         """Exit codes of the processes that were started; fails if one takes longer."""
-        wait_until(
-            lambda: all(process.poll() is not None for process in self.processes),
-            limit_s,
-            lambda: f"the end of\n{self.log()}",
-        )
+        have_ended = lambda: all(process.poll() is not None for process in self.processes)
+        wait_until(have_ended, limit_s, lambda: f"the end of\n{self.log()}")
         return [process.returncode for process in self.processes]
 
     def assert_nothing_left(self) -> None:

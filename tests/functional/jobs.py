@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import psutil
+import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from nemo_aligner.core.endings import ExitCode
@@ -49,23 +50,16 @@ class ScriptJob:
         self.overrides = overrides
         command = []
         if launcher == "torchrun":
-            command += [
-                "-m",
-                "torch.distributed.run",
-                f"--nproc_per_node={ranks}",
-                f"--master_port={find_free_port()}",
-            ]
+            command += ["-m", "torch.distributed.run", f"--nproc_per_node={ranks}"]
+            command.append(f"--master_port={find_free_port()}")
         is_command = str(script).startswith(("train ", "serve ", "generate ", "evaluate "))
         words = ["-m", "nemo_aligner", *script.split()] if is_command else [str(SCRIPTS / script)]
         command += [*words, f"trainer.devices={ranks}", *overrides]
         environment = {
             k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
         }
-        environment |= {
-            "OMP_NUM_THREADS": "1",
-            "PYTHONUNBUFFERED": "1",
-            "TOKENIZERS_PARALLELISM": "false",
-        }
+        environment |= {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        environment["TOKENIZERS_PARALLELISM"] = "false"
         environment |= {"PYTHONWARNINGS": "ignore", "HF_HUB_OFFLINE": "1"}
         log.write_bytes(b"")
         others = ranks - (launcher == "python")  # processes that the first one starts
@@ -139,6 +133,13 @@ def must_succeed(job: ScriptJob) -> None:
         assert not job.leftovers()
 
 
+def must_end_well(job: ScriptJob) -> ScriptJob:
+    """As `must_succeed`, for a job of minutes, or of torchrun."""
+    with job:
+        assert_ended_well(job, job.wait(240))
+    return job
+
+
 def must_fail_with(job: ScriptJob, *words: str) -> None:
     """The exit code of a user's error, no traceback, and one message at the end of the log that
     holds `words`.
@@ -165,15 +166,36 @@ def read_metrics(folder: Path, key: str) -> list[float]:
     return [values[step] for step in sorted(values)]
 
 
+def assert_same_metrics(folder: Path, expected: Path, names=None, last=False, **tolerance) -> None:
+    """Two jobs have logged the same numbers.
+
+    Args:
+        names: of metrics; None: all but times.
+        last: `folder` has those of the last steps only.
+        tolerance: of `pytest.approx`; without it they agree to the bit.
+    """
+    assert last or names or {*metric_names(folder)} == {*metric_names(expected)}
+    names = names or [n for n in metric_names(folder) if not n.endswith(("time", "/generate"))]
+    assert names
+    for name in names:
+        found, wanted = read_metrics(folder, name), read_metrics(expected, name)
+        wanted = wanted[-len(found) :] if last else wanted
+        assert wanted, name
+        assert found == (pytest.approx(wanted, **tolerance) if tolerance else wanted), name
+
+
+def write_lines(path: Path, records: list[dict]) -> None:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
 def metric_names(folder: Path) -> list[str]:
     """Names of all metrics that a job has logged, except its timers. Fails if there is one that
     docs/metrics.md does not explain.
     """
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     names = {name for record in records for name in record} - {"step", "time"}
-    unexplained = sorted(
-        name for name in names if not _explained().fullmatch(name.rpartition("/")[2])
-    )
+    ends = {name: name.rpartition("/")[2] for name in names}
+    unexplained = sorted(name for name in names if not _explained().fullmatch(ends[name]))
     assert not unexplained, f"docs/metrics.md does not explain {unexplained}"
     return sorted(name for name in names if not name.startswith(("timers/", "tokens/", "speed/")))
 
@@ -190,21 +212,16 @@ def reward_server(
     rm_file,
     folder: Path,
     port: int,
+    *extra: str,
     ranks=1,
     launcher="python",
-    *extra: str,
     script: str = "serve_reward_model.py",
 ) -> ScriptJob:
     """serve_reward_model.py with the reward model of `rm_file`; it logs to `folder`/reward.log."""
     folder.mkdir(exist_ok=True)
-    overrides = [
-        "trainer.accelerator=cpu",
-        "trainer.precision=32",
-        f"rm_model_file={rm_file}",
-        "inference.host=127.0.0.1",
-        f"inference.port={port}",
-        "model.forward_micro_batch_size=2",
-    ]
+    overrides = ["trainer.accelerator=cpu", "trainer.precision=32", f"rm_model_file={rm_file}"]
+    overrides += ["inference.host=127.0.0.1", f"inference.port={port}"]
+    overrides.append("model.forward_micro_batch_size=2")
     return ScriptJob(script, folder / "reward.log", [*overrides, *extra], ranks, launcher)
 
 

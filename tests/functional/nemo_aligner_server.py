@@ -27,11 +27,8 @@ RAISE = 30  # a token id that makes training fail
 def initial_weights():
     """Embedding [VOCAB, WIDTH], vector [WIDTH] and rewards by token id [VOCAB]."""
     random = np.random.RandomState(0)
-    return (
-        random.standard_normal((VOCAB, WIDTH)).astype(np.float32),
-        random.standard_normal(WIDTH).astype(np.float32),
-        random.standard_normal(VOCAB).astype(np.float32),
-    )
+    normal = lambda *shape: random.standard_normal(shape).astype(np.float32)
+    return normal(VOCAB, WIDTH), normal(WIDTH), normal(VOCAB)
 
 
 class NumpyCritic:

@@ -5,7 +5,6 @@ game as a Python class.
 """
 
 import contextlib
-import json
 import subprocess
 import sys
 
@@ -13,9 +12,15 @@ import pytest
 
 from nemo_aligner.servers.ports import find_free_port
 from tests import talking_agent
-from tests.functional.jobs import assert_ended_well, must_fail_with, read_metrics
+from tests.functional.jobs import (
+    assert_ended_well,
+    assert_same_metrics,
+    must_end_well,
+    read_metrics,
+    write_lines,
+)
 from tests.functional.test_environment_job import COMPARED
-from tests.functional.test_ppo_job import actor
+from tests.functional.test_ppo_job import without_critic
 from tests.tiny_models import tiny_config
 
 pytestmark = pytest.mark.timeout(600)
@@ -30,34 +35,19 @@ def inputs(tmp_path_factory, tiny_tokenizer_dir):
     tokenizer = talking_agent.write_tokenizer(tiny_tokenizer_dir, folder / "tokenizer")
     sizes = {"encoder_seq_length": 96, "max_position_embeddings": 96}
     MegatronGPTModel(tiny_config(tokenizer, seed=3, **sizes)).save_to(str(folder / "policy.nemo"))
-    with (folder / "prompts.jsonl").open("w") as file:
-        for number in range(48):
-            messages = [{"role": "user", "content": f"Say {number}"}]
-            file.write(json.dumps({"messages": messages, "answer": number}) + "\n")
+    asked = [[{"role": "user", "content": f"Say {number}"}] for number in range(48)]
+    prompts = [{"messages": each, "answer": number} for number, each in enumerate(asked)]
+    write_lines(folder / "prompts.jsonl", prompts)
     return folder
 
 
 def job(inputs, folder, environment, ranks=1, *extra):
-    folder.mkdir(exist_ok=True)
-    return actor(
-        inputs,
-        folder,
-        find_free_port(),
-        ranks,
-        "python",
-        "trainer.ppo.advantage_estimator=grpo",
-        "trainer.ppo.val_check_interval=2",
-        "trainer.ppo.process_rewards=steps",
-        "model.encoder_seq_length=96",
-        "model.ppo.train_on_truncated=True",
-        "model.ppo.num_rollout_samples=4",
-        "model.ppo.num_rollouts_per_prompt=4",
-        "model.ppo.rollout_micro_batch_size=2",
-        "model.ppo.length_params.max_length=10",
-        "model.ppo.environment.max_turns=3",
-        *(f"model.ppo.environment.{key}={value}" for key, value in environment.items()),
-        *extra,
-    )
+    settings = ["trainer.ppo.val_check_interval=2", "trainer.ppo.process_rewards=steps"]
+    settings += ["model.encoder_seq_length=96", "model.ppo.train_on_truncated=True"]
+    settings += ["model.ppo.length_params.max_length=10", "model.ppo.environment.max_turns=3"]
+    settings += (f"model.ppo.environment.{key}={value}" for key, value in environment.items())
+    settings += extra
+    return without_critic(inputs, folder, *settings, ranks=ranks)
 
 
 @contextlib.contextmanager
@@ -73,29 +63,9 @@ def players(*ports):
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.full)])
 def test_agents_train_as_the_same_game_does_as_a_class(inputs, tmp_path, ranks):
     game, port = f"{talking_agent.__file__}:Talk", find_free_port()
-    with job(inputs, tmp_path / "class", {"path": game}, ranks) as run:
-        assert_ended_well(run, run.wait())
+    must_end_well(job(inputs, tmp_path / "class", {"path": game}, ranks))
     with job(inputs, tmp_path / "agents", {"port": port}, ranks) as run, players(port, port + 1):
         assert_ended_well(run, run.wait())
-    for key in COMPARED:
-        expected = read_metrics(tmp_path / "class/actor", key)
-        assert expected and read_metrics(tmp_path / "agents/actor", key) == expected, key
+    assert_same_metrics(tmp_path / "agents/actor", tmp_path / "class/actor", COMPARED)
     assert max(read_metrics(tmp_path / "agents/actor", "train_rollouts/turns")) > 1
     assert all(read_metrics(tmp_path / "agents/actor", "train_optim/grad_norm"))
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    "override, words",
-    [
-        ("remote_critic_rm.init_timeout_s=1", ["2 session(s) wait", "ppo.environment.port"]),
-        ("model.data.chat_template=null", ["needs prompts that are conversations", "['text']"]),
-    ],
-)
-def test_a_job_that_cannot_talk_ends_with_one_line(inputs, tmp_path, override, words):
-    if "template" in override:
-        (tmp_path / "prompts.jsonl").write_text('{"text": "Say"}\n' * 48)
-        (tmp_path / "policy.nemo").symlink_to(inputs / "policy.nemo")
-        inputs = tmp_path
-    environment = {"port": find_free_port()}
-    must_fail_with(job(inputs, tmp_path / "job", environment, 2, override), *words)

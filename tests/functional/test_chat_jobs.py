@@ -5,35 +5,65 @@ conversations of several turns with RLOO and REINFORCE, which all resume exactly
 distillation.
 """
 
+import functools
 import json
 
 import pytest
 
 from nemo_aligner.servers.ports import find_free_port
-from tests.functional import test_ppo_job, test_reinforce_job
+from tests import hugging_face
+from tests.functional import test_ppo_job, test_rs_job
 from tests.functional.jobs import (
-    assert_ended_well,
+    assert_same_metrics,
     metric_names,
+    must_end_well,
     must_succeed,
     read_metrics,
     wait_until_serving,
+    write_lines,
 )
 from tests.functional.test_distillation_scripts import on_policy, served
 from tests.functional.test_environment_job import settings
-from tests.functional.test_lora_job import (
-    LORA,
-    base,  # noqa: F401  (a fixture)
-    write_lines,
-)
-from tests.functional.test_sft_rm_scripts import dpo, kto, resume_from, spin
+from tests.functional.test_sft_rm_scripts import dpo, kto, must_resume_exactly, spin
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(600)]
 
+TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
+    "{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+LORA = ["model.peft.peft_scheme=lora", "model.peft.lora_tuning.target_modules=[all]"]
+LORA += ["model.peft.lora_tuning.adapter_dim=4", "model.peft.lora_tuning.variant=canonical"]
+LORA += ["model.data.chat_template=tokenizer", "model.encoder_seq_length=96"]
 RESPONSES = ["was a joy", "is dull", "bad", "a sad and very long evening"]
 NEMO_LORA = [
     "model.data.chat=True",
     *(setting for setting in LORA if "chat_template" not in setting),
 ]
+
+
+@pytest.fixture
+def base(write_folder):
+    """A Qwen2 folder whose tokenizer has a chat template and its special tokens."""
+    from transformers import AutoTokenizer
+
+    folder = write_folder(
+        hugging_face.randomized(
+            hugging_face.causal_lm(
+                "Qwen2",
+                vocab_size=302,  # ids of the tokenizer with its two special tokens
+                max_position_embeddings=128,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+            )
+        )
+    )
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    return folder
 
 
 def ask(number: int) -> dict:
@@ -83,13 +113,11 @@ def data(tmp_path_factory):
 
 
 def of_sft(data, kind: str) -> list[str]:
-    return [
-        f"model.data.{name}_ds.file_path={data}/{kind}_{name}.jsonl"
-        for name in ("train", "validation")
-    ]
+    files = {name: f"{data}/{kind}_{name}.jsonl" for name in ("train", "validation")}
+    return [f"model.data.{name}_ds.file_path={file}" for name, file in files.items()]
 
 
-def job(algorithm, data, base, folder):  # noqa: F811
+def job(algorithm, data, base, folder):
     without = "++model.hidden_dropout=0.0"
     if algorithm in ("dpo", "kto"):
         function = {"dpo": dpo, "kto": kto}[algorithm]
@@ -108,24 +136,19 @@ def job(algorithm, data, base, folder):  # noqa: F811
         ("spin in NeMo's format", "train/margin"),
     ],
 )
-def test_conversations_train_adapters(algorithm, key, data, base, tmp_path):  # noqa: F811
-    whole, again = tmp_path / "whole", tmp_path / "again"
-    must_succeed(job(algorithm, data, base, whole))
-    steps = len(read_metrics(whole, "train/loss"))
+def test_conversations_train_adapters(algorithm, key, data, base, tmp_path):
+    run = functools.partial(job, algorithm, data, base)
+    whole = tmp_path / "whole"
+    must_succeed(run(whole))
     assert read_metrics(whole, key)[0] == pytest.approx(0, abs=1e-4)
     assert all(norm > 0 for norm in read_metrics(whole, "train/grad_norm"))
     if algorithm.startswith("spin"):
         samples = [json.loads(line) for line in (whole / "train_samples.jsonl").open()]
         assert all(sample["actual"].strip().startswith(tuple(RESPONSES)) for sample in samples)
-    resume_from(whole, again, lost_step=steps)
-    must_succeed(job(algorithm, data, base, again))
-    for name in metric_names(again):
-        if not name.endswith("time") and name != "train/generate":
-            last = read_metrics(again, name)
-            assert read_metrics(whole, name)[-len(last) :] == last, name
+    must_resume_exactly(run, whole)
 
 
-def test_a_student_ends_its_own_turns(data, base, tmp_path):  # noqa: F811
+def test_a_student_ends_its_own_turns(data, base, tmp_path):
     """With the teacher's weights it writes what the teacher expects, in the form of the template:
     nothing is left to learn.
     """
@@ -135,48 +158,34 @@ def test_a_student_ends_its_own_turns(data, base, tmp_path):  # noqa: F811
     prefix = f"{{train: [{data}/own_train.jsonl], validation: [{data}/own_validation.jsonl]}}"
     with served(base, tmp_path / "teacher.log", port, "inference.top_k=302") as server:
         wait_until_serving(server)
-        must_succeed(
-            on_policy(data, base, folder, port, *options, f"model.data.data_prefix={prefix}")
-        )
+        options = [*options, f"model.data.data_prefix={prefix}"]
+        must_succeed(on_policy(data, base, folder, port, *options))
     assert read_metrics(folder, "train/kd_loss")[0] == pytest.approx(0, abs=1e-6)
     assert read_metrics(folder, "train/on_policy") == [1] * 4
 
 
-def actor(kind, data, base, folder, steps, port):  # noqa: F811
+def actor(kind, data, base, folder, steps, port):
     """Conversations with an environment, by PPO with RLOO or by REINFORCE."""
-    options = [
-        *settings(folder, kind),
-        *LORA,
-        f"pretrained_checkpoint.restore_from_path={base}",
-        "model.optim.sched.name=constant",
-        f"trainer.{kind}.val_check_interval=2",
-        f"trainer.{kind}.save_interval=2",
-    ]
+    options = [*settings(folder, kind), *LORA, f"pretrained_checkpoint.restore_from_path={base}"]
+    options += [f"trainer.{kind}.{key}_interval=2" for key in ("val_check", "save")]
+    options.append("model.optim.sched.name=constant")
     if kind == "reinforce":
-        return test_reinforce_job.actor(data, folder, port, steps, 1, "python", *options)
-    options += [f"trainer.ppo.max_steps={steps}"]
+        options += [f"trainer.reinforce.max_steps={steps}"]
+        return test_rs_job.actor(data, folder, port, *options, kind="reinforce")
+    options += [f"trainer.ppo.max_steps={steps}", "model.ppo.train_on_truncated=True"]
     options += ["remote_critic_rm.combine_rm_and_critic_server=False"]
-    options += ["trainer.ppo.advantage_estimator=rloo", "model.ppo.num_rollout_samples=4"]
-    options += ["model.ppo.train_on_truncated=True"]
-    options += ["model.ppo.num_rollouts_per_prompt=4", "model.ppo.rollout_micro_batch_size=2"]
-    return test_ppo_job.actor(data, folder, port, 1, "python", *options)
+    return test_ppo_job.without_critic(data, folder, *options, estimator="rloo")
 
 
 @pytest.mark.parametrize("kind", ["ppo", "reinforce"])
-def test_conversations_of_several_turns_train_adapters(
-    kind,
-    data,
-    base,  # noqa: F811
-    tmp_path,
-):
+def test_conversations_of_several_turns_train_adapters(kind, data, base, tmp_path):
     port = find_free_port()  # nobody listens: the environment gives the rewards
     for folder, ends in ((tmp_path / "whole", [4]), (tmp_path / "parts", [2, 4])):
         for steps in ends:
-            with actor(kind, data, base, folder, steps, port) as process:
-                assert_ended_well(process, process.wait(240))
+            must_end_well(actor(kind, data, base, folder, steps, port))
     whole, parts = (tmp_path / name / "actor" for name in ("whole", "parts"))
     assert read_metrics(whole, "train_rollouts/init_policy_kl")[0] == 0
     assert max(read_metrics(whole, "train_rollouts/turns")) > 1
-    for name in metric_names(whole):
-        if "sampling_ratio" not in name:  # docs/rewards.md says why
-            assert read_metrics(parts, name) == read_metrics(whole, name), name
+    # docs/rewards.md says why they may differ.
+    names = [n for n in metric_names(whole) if "sampling_ratio" not in n]
+    assert_same_metrics(parts, whole, names)

@@ -5,31 +5,31 @@ against it.
 """
 
 import concurrent.futures
-import importlib.util
+import contextlib
 import json
+import runpy
 import textwrap
 import threading
 import time
 from pathlib import Path
 
-import numpy as np
 import psutil
 import pytest
 import torch
-from omegaconf import OmegaConf
 
 from nemo_aligner.core import leftovers
-from nemo_aligner.core.endings import ExitCode
 from nemo_aligner.core.errors import ServerRequestError
 from nemo_aligner.servers.ports import find_free_port
+from nemo_aligner.servers.scoring_clients import RemoteGPTRMClient
 from tests.functional.jobs import (
     ScriptJob,
     assert_ended_well,
     read_metrics,
+    remote_rm,
     reward_server,
     wait_until_serving,
 )
-from tests.functional.test_ppo_job import actor, critic, inputs  # noqa: F401  (a fixture)
+from tests.functional.test_ppo_job import run_pair
 from tests.patience import patience, wait_until
 from tests.processes import is_alive
 
@@ -55,10 +55,6 @@ FUNCTION = """
             ctypes.PyDLL(None).sleep(60)  # in C, with Python's lock held
         if response == "die":
             os._exit(3)
-        if response == "nothing":
-            return None
-        if response == "nan":
-            return [float("nan")]
         return [score_of(prompt, response) + 1000 * length]
 
     def score_of(prompt, response):
@@ -73,76 +69,48 @@ FUNCTION = """
 
 
 def code_reward_server(
-    folder, port, tokenizer_dir=None, spec="reward.py:score", rm_file="null", *extra
+    folder, port, tokenizer_dir, *extra, function="score", rm_file="null"
 ) -> ScriptJob:
-    """The server job in `folder`, where it finds reward.py by a relative path; with a tokenizer
-    and no .nemo.
+    """The server job in `folder`, where it finds reward.py by a relative path; with a tokenizer or
+    a .nemo.
     """
     folder.mkdir(exist_ok=True)
     (folder / "reward.py").write_text(textwrap.dedent(FUNCTION))
-    tokenizer = ["model.tokenizer.library=huggingface", f"model.tokenizer.type={tokenizer_dir}"]
-    overrides = [f"inference.reward_fn={spec}", *(tokenizer if tokenizer_dir else []), *extra]
-    return reward_server(rm_file, folder, port, 1, "python", *overrides)
-
-
-def reward_client(port, tokenizer=None, init_timeout_s=20):
-    from nemo_aligner.servers.scoring_clients import RemoteGPTRMClient
-
-    address = {"name": "reward_model", "ip": "127.0.0.1", "port": port}
-    cfg = {
-        "pad_to_length": None,
-        "init_timeout_s": patience(init_timeout_s),
-        "inference_timeout_s": patience(60),
-        "reward_model": address,
-    }
-    return RemoteGPTRMClient(OmegaConf.create(cfg), tokenizer)
+    own = ["model.tokenizer.library=huggingface", f"model.tokenizer.type={tokenizer_dir}"]
+    own = [f"inference.reward_fn=reward.py:{function}", *(own if tokenizer_dir else [])]
+    return reward_server(rm_file, folder, port, *own, *extra)
 
 
 def rollout(tokenizer, pairs: list[tuple[str, str]], ended: bool = True) -> dict:
     """What `infer` of a policy returns for these prompts and responses."""
     prompts = [tokenizer.text_to_ids(prompt) for prompt, _ in pairs]
-    rows = [
-        p + tokenizer.text_to_ids(r) + [tokenizer.eos_id] * ended
-        for p, (_, r) in zip(prompts, pairs)
-    ]
+    ids, end = tokenizer.text_to_ids, [tokenizer.eos_id] * ended
+    rows = [p + ids(r) + end for p, (_, r) in zip(prompts, pairs)]
     width = max(map(len, rows)) + 2
-    return {
-        "response_tokens": torch.tensor(
-            [row + [tokenizer.eos_id] * (width - len(row)) for row in rows]
-        ),
-        "response_lengths": torch.tensor([len(row) for row in rows]),
-        "prompt_lengths": torch.tensor([len(prompt) for prompt in prompts]),
-    }
+    tokens = [row + [tokenizer.eos_id] * (width - len(row)) for row in rows]
+    columns = {"response_tokens": tokens, "response_lengths": [*map(len, rows)]}
+    columns["prompt_lengths"] = [*map(len, prompts)]
+    return {name: torch.tensor(column) for name, column in columns.items()}
 
 
-def ask(port, batch: dict, tokenizer=None, **changes) -> list[float]:
-    client = reward_client(port, tokenizer, **changes)
-    try:
+def ask(port, batch: dict, **changes) -> list[float]:
+    with contextlib.closing(RemoteGPTRMClient(remote_rm(port, **changes))) as client:
         return client.infer_rm(batch).scores().rewards.tolist()
-    finally:
-        client.communicator.close()
 
 
 def expected(tokenizer, pairs, ended=True) -> list[float]:
     """By hand, one sample at a time."""
-    return [
-        p.count("a")
-        + 0.5 * len(r)
-        + 0.25 * sum(c.isupper() for c in r)
-        + 1000 * (len(tokenizer.text_to_ids(r)) + ended)
-        for p, r in pairs
-    ]
+    counted = lambda r: 1000 * (len(tokenizer.text_to_ids(r)) + ended)
+    score = lambda p, r: p.count("a") + 0.5 * len(r) + 0.25 * sum(c.isupper() for c in r)
+    return [score(p, r) + counted(r) for p, r in pairs]
 
 
 def workers_of(job: ScriptJob) -> list[psutil.Process]:
     """Without their keepers."""
     children = psutil.Process(job.process.pid).children(recursive=True)
     commands = {child: " ".join(child.cmdline()) for child in children}
-    return [
-        child
-        for child, command in commands.items()
-        if "worker.py" in command and "worker_keeper.py" not in command
-    ]
+    workers = [child for child, command in commands.items() if "worker.py" in command]
+    return [child for child in workers if "worker_keeper.py" not in commands[child]]
 
 
 def all_gone(processes, limit_s: float) -> bool:
@@ -158,12 +126,7 @@ def port(tmp_path_factory, tiny_tokenizer_dir):
     """A running server with two workers and `SAMPLE_S` per sample; SIGTERM ends it clean."""
     folder, port = tmp_path_factory.mktemp("code") / "server", find_free_port()
     with code_reward_server(
-        folder,
-        port,
-        tiny_tokenizer_dir,
-        "reward.py:score",
-        "null",
-        f"inference.reward_fn_timeout_s={SAMPLE_S}",
+        folder, port, tiny_tokenizer_dir, f"inference.reward_fn_timeout_s={SAMPLE_S}"
     ) as job:
         wait_until_serving(job)
         yield port
@@ -172,85 +135,28 @@ def port(tmp_path_factory, tiny_tokenizer_dir):
         assert_ended_well(job, job.stop())
 
 
-PAIRS = [
-    ("a film", "was Bad."),
-    ("", "X"),
-    ("\u00e9t\u00e9 a", "\u2192 \U0001f600 fin"),
-    ("banana", ""),
-    ("a\nb", "\n"),
-]
+PAIRS = [("a film", "was Bad."), ("", "X"), ("\u00e9t\u00e9 a", "\u2192 \U0001f600 fin")]
+PAIRS += [("banana", ""), ("a\nb", "\n")]
 
 
 def test_scores_are_the_functions_own(port, tiny_tokenizer):
     for ended in (True, False):
         pairs = [pair for pair in PAIRS if ended or "".join(pair)]
-        assert ask(port, rollout(tiny_tokenizer, pairs, ended)) == expected(
-            tiny_tokenizer, pairs, ended
-        )
+        found = ask(port, rollout(tiny_tokenizer, pairs, ended))
+        assert found == expected(tiny_tokenizer, pairs, ended)
     many = [(f"a{'a' * (i % 7)}", "x" * (i % 11) + str(i)) for i in range(700)]
     assert ask(port, rollout(tiny_tokenizer, many)) == expected(tiny_tokenizer, many)
-
-
-@pytest.mark.full
-def test_rewards_of_steps_come_over_the_wire(tmp_path, tiny_tokenizer_dir, tiny_tokenizer):
-    """A server of a process reward beside one of whole responses, as an ensemble."""
-    port, spec = find_free_port(), "reward.py:lengths_of_lines"
-    kind = ["inference.rewards_per=step", 'inference.step_end="\n"', "server.frontend=asgi"]
-    pairs = [("a film", "ab\ncd e"), ("b", "x")]
-    batch = rollout(tiny_tokenizer, pairs)
-    with code_reward_server(
-        tmp_path / "server", port, tiny_tokenizer_dir, spec, "null", *kind
-    ) as job:
-        wait_until_serving(job)
-        client = reward_client(port)
-        scores = client.infer_rm(batch).scores()
-        client.communicator.close()
-        assert_ended_well(job, job.stop())
-    assert scores.rewards.tolist() == [6.0, 1.0]
-    width = batch["response_tokens"].shape[1]
-    assert scores.token_rewards.shape == (2, width - 1)
-    for row, (prompt, response) in zip(scores.token_rewards, pairs):
-        start = len(tiny_tokenizer.text_to_ids(prompt))
-        steps = response.split("\n")
-        ids = tiny_tokenizer.text_to_ids(response)
-        ends = [
-            next(n for n in range(len(ids)) if "\n" in tiny_tokenizer.ids_to_text(ids[: n + 1]))
-            for _ in steps[:-1]
-        ] + [len(ids)]
-        found = {t: float(row[t]) for t in range(width - 1) if not row[t].isnan()}
-        assert found == {start + end - 1: len(step) for end, step in zip(ends, steps)}
-
-
-def test_a_policy_with_another_tokenizer_is_refused(port, tiny_tokenizer, reversed_tokenizer_dir):
-    from nemo.collections.common.tokenizers import AutoTokenizer
-
-    other = AutoTokenizer(reversed_tokenizer_dir)
-    with pytest.raises(
-        ServerRequestError, match="policy's tokenizer .300 tokens.*'s .nemo in rm_model_file"
-    ):
-        ask(port, rollout(other, PAIRS), other)
-    assert ask(port, rollout(tiny_tokenizer, PAIRS), tiny_tokenizer) == expected(
-        tiny_tokenizer, PAIRS
-    )
 
 
 @pytest.mark.parametrize(
     "response, words",
     [
-        (
-            "raise",
-            ["1 of 3: LookupError: nothing to see (reward.py:7 in score); prompt"],
-        ),
+        ("raise", ["1 of 3: LookupError: nothing to see (reward.py:7 in score); prompt"]),
         ("slow", [f"took longer than {SAMPLE_S} s", "inference.reward_fn_timeout_s"]),
-        ("deaf", [f"took longer than {SAMPLE_S} s"]),
         ("die", ["exit code 3"]),
-        ("nothing", ["returned None"]),
-        ("nan", ["1 of 3: it returned [nan], which is not a finite number"]),
     ],
 )
-def test_a_sample_that_fails_is_one_clear_error_and_the_server_goes_on(
-    port, tiny_tokenizer, response, words
-):
+def test_a_sample_that_fails_is_one_error_and_others_go_on(port, tiny_tokenizer, response, words):
     pairs = [("p", "fine"), ("the prompt", response), ("p", "fine")]
     start = time.monotonic()
     with pytest.raises(ServerRequestError) as caught:
@@ -259,9 +165,8 @@ def test_a_sample_that_fails_is_one_clear_error_and_the_server_goes_on(
     message = str(caught.value)
     sample = f"prompt 'the prompt', response '{response}', length "
     assert all(word in message for word in [sample, "reward_fn_fallback", *words]), message
-    failed = (
-        f"request to reward_model at 127.0.0.1:{port} failed: the reward function reward.py:score"
-    )
+    where = f"reward_model at 127.0.0.1:{port}"
+    failed = f"request to {where} failed: the reward function reward.py:score"
     assert message.startswith(f"{failed} failed on sample 1 of 3: ") and "\n" not in message
     assert ask(port, rollout(tiny_tokenizer, PAIRS)) == expected(tiny_tokenizer, PAIRS)
 
@@ -270,9 +175,7 @@ def test_a_bad_sample_fails_its_own_request_alone(tmp_path, tiny_tokenizer, tiny
     """Although Triton hands over all requests together."""
     port = find_free_port()
     extra = ["inference.max_queue_delay_microseconds=500000", "inference.micro_batch_size=32"]
-    with code_reward_server(
-        tmp_path / "s", port, tiny_tokenizer_dir, "reward.py:score", "null", *extra
-    ) as job:
+    with code_reward_server(tmp_path / "s", port, tiny_tokenizer_dir, *extra) as job:
         wait_until_serving(job)
 
         def one(number):
@@ -289,53 +192,30 @@ def test_a_bad_sample_fails_its_own_request_alone(tmp_path, tiny_tokenizer, tiny
         assert job.log.count('raise LookupError("nothing to see")') >= 1  # the traceback
 
 
-def test_requests_that_do_not_say_where_the_answer_begins_are_refused(port, tiny_tokenizer):
-    from pytriton.client import ModelClient
-
-    batch = rollout(tiny_tokenizer, PAIRS)
-    del batch["prompt_lengths"]
-    with pytest.raises(ServerRequestError, match="'prompt_lengths' is missing"):
-        ask(port, batch)
-    with ModelClient(
-        f"http://127.0.0.1:{port}", "reward_model", inference_timeout_s=patience(30)
-    ) as client:
-        with pytest.raises(Exception, match="1 'sentences' came, but for the reward function"):
-            client.infer_batch(sentences=np.array([[b"a text"]]))
-
-
 @pytest.mark.full
-def test_a_stop_in_the_middle_of_a_request_and_the_fallback(
-    tmp_path, tiny_tokenizer, tiny_tokenizer_dir
-):
+def test_a_stop_within_a_request_and_the_fallback(tmp_path, tiny_tokenizer, tiny_tokenizer_dir):
     """Bad samples get the fallback score with a warning; then a sample that hears nothing does not
     delay SIGTERM.
     """
     port = find_free_port()
-    extra = [
-        f"inference.reward_fn_timeout_s={2 * SAMPLE_S}",
-        "inference.reward_fn_fallback=-7.5",
-        "inference.reward_fn_workers=3",
-    ]
-    with code_reward_server(
-        tmp_path / "s", port, tiny_tokenizer_dir, "reward.py:score", "null", *extra
-    ) as job:
+    extra = ["inference.reward_fn_fallback=-7.5", "inference.reward_fn_workers=3"]
+    extra.append(f"inference.reward_fn_timeout_s={2 * SAMPLE_S}")
+    with code_reward_server(tmp_path / "s", port, tiny_tokenizer_dir, *extra) as job:
         wait_until_serving(job)
         pairs = [("p", "fine"), ("p", "raise"), ("p", "die"), ("p", "slow"), ("a", "Well")]
         first, *bad, last = ask(port, rollout(tiny_tokenizer, pairs))
-        assert bad == [-7.5] * 3 and [first, last] == expected(
-            tiny_tokenizer, [pairs[0], pairs[-1]]
-        )
-        assert (
-            "3 of 5 samples got the fallback score -7.5" in job.log
-            and "LookupError: nothing to see" in job.log
-        )
+        wanted = expected(tiny_tokenizer, [pairs[0], pairs[-1]])
+        assert bad == [-7.5] * 3 and [first, last] == wanted
+        assert "3 of 5 samples got the fallback score -7.5" in job.log
+        assert "LookupError: nothing to see" in job.log
 
         errors = []
 
         def doomed():
             try:
                 deaf = rollout(tiny_tokenizer, [("p", "deaf")] * 60)  # takes 40 s and more
-                ask(port, deaf, init_timeout_s=3)  # the time that it waits for another server
+                # The time that it waits for another server.
+                ask(port, deaf, init_timeout_s=patience(3))
             except ServerRequestError as error:
                 errors.append(str(error))
 
@@ -353,30 +233,22 @@ def test_a_stop_in_the_middle_of_a_request_and_the_fallback(
 
 
 @pytest.mark.full  # tests/unit/test_leftovers.py has it without Triton
-def test_the_next_start_removes_what_a_killed_server_left(
-    tmp_path, tiny_tokenizer, tiny_tokenizer_dir
-):
+def test_a_start_removes_what_a_killed_server_left(tmp_path, tiny_tokenizer, tiny_tokenizer_dir):
     """Folders and shared memory of Triton, PyTriton and this package; others' stay."""
     port = find_free_port()
     with code_reward_server(tmp_path / "s", port, tiny_tokenizer_dir) as job:
         wait_until_serving(job)
         assert ask(port, rollout(tiny_tokenizer, PAIRS)) == expected(tiny_tokenizer, PAIRS)
-        (record,) = [
-            path.readlink()
-            for path in Path(f"/proc/{job.process.pid}/fd").iterdir()
-            if path.readlink().parent == leftovers.RECORDS
-        ]
+        links = [path.readlink() for path in Path(f"/proc/{job.process.pid}/fd").iterdir()]
+        (record,) = [link for link in links if link.parent == leftovers.RECORDS]
         claimed = [Path(word) for word in record.read_text().split("\0")[:-1]]
         folders = [path for path in claimed if path.is_dir()]
         (prefix,) = [path for path in claimed if path.parent == Path("/dev/shm")]
         memory = list(prefix.parent.glob(f"{prefix.name}*"))
         assert [path.name[:7] for path in folders] == ["triton_"] and len(memory) > 1
-        mapped = {
-            mapping.path.split(" ")[0]
-            for member in [job.process.pid, *psutil.Process(job.process.pid).children(True)]
-            for mapping in psutil.Process(getattr(member, "pid", member)).memory_maps()
-            if mapping.path.startswith("/dev/shm/")
-        }
+        process = psutil.Process(job.process.pid)
+        maps = [m for each in [process, *process.children(True)] for m in each.memory_maps()]
+        mapped = {m.path.split(" ")[0] for m in maps if m.path.startswith("/dev/shm/")}
         assert mapped <= set(map(str, memory)), "shared memory that no record names"
     strangers = [folders[0].with_name("triton_stays"), prefix.with_name("nemo_aligner_stays")]
     try:
@@ -393,77 +265,52 @@ def test_the_next_start_removes_what_a_killed_server_left(
             path.unlink(missing_ok=True)
 
 
-@pytest.mark.parametrize(
-    "override, words",
-    [
-        (
-            "inference.reward_fn=reward.py:scores",
-            ["no function 'scores'", "it has score, score_of, lengths_of_lines, texts_only"],
-        ),
-        ("trainer.devices=2", ["one process", "trainer.devices=1"]),
-        ("model.tokenizer={library: null, type: null}", ["rm_model_file", "model.tokenizer"]),
-    ],
-)
-def test_bad_input_ends_the_server_with_one_message(tmp_path, tiny_tokenizer_dir, override, words):
-    with code_reward_server(
-        tmp_path / "s", find_free_port(), tiny_tokenizer_dir, "reward.py:score", "null", override
-    ) as job:
-        assert_ended_well(job, 0 if job.wait(90) == ExitCode.USER_ERROR else 1)
-        assert all(word in job.log for word in words) and "Traceback" not in job.log, job.log[
-            -3000:
-        ]
-
-
-# ---- PPO ----
-
-
 @pytest.mark.full
-def test_ppo_gets_the_rewards_that_the_function_gives(tmp_path, inputs):  # noqa: F811
+def test_ppo_gets_the_rewards_that_the_function_gives(tmp_path, inputs):
     """The rewards in samples and metrics are those computed again from the texts of the
     samples.
     """
-    ports = find_free_port(), find_free_port()
-    separate = [
-        "remote_critic_rm.combine_rm_and_critic_server=False",
-        "trainer.ppo.val_check_interval=1",
-    ]
-    separate += [
-        f"remote_critic_rm.reward_model.port={ports[1]}",
-        "remote_critic_rm.reward_model.ip=127.0.0.1",
-    ]
-    with (
-        critic(
-            inputs,
-            tmp_path,
-            ports[0],
-            1,
-            "python",
-            "trainer.ppo.combine_rm_and_critic_server=False",
-        ) as server,
-        code_reward_server(
-            tmp_path / "s", ports[1], None, "reward.py:texts_only", inputs / "policy.nemo"
-        ) as reward,
-        actor(inputs, tmp_path, ports[0], 1, "python", *separate) as job,
-    ):
-        assert_ended_well(job, job.wait(240))
-        assert_ended_well(server, server.stop())
+    port = find_free_port()
+    apart = ["remote_critic_rm.combine_rm_and_critic_server=False"]
+    apart += [f"remote_critic_rm.reward_model.{x}" for x in ("ip=127.0.0.1", f"port={port}")]
+    apart.append("trainer.ppo.val_check_interval=1")
+    own = {"function": "texts_only", "rm_file": inputs / "policy.nemo"}
+    with code_reward_server(tmp_path / "s", port, None, **own) as reward:
+        run_pair(inputs, tmp_path, ["trainer.ppo.combine_rm_and_critic_server=False"], apart)
         assert_ended_well(reward, reward.stop())
-    spec = importlib.util.spec_from_file_location(
-        "reward_of_the_test", tmp_path / "s" / "reward.py"
-    )
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    rows = [
-        json.loads(line)
-        for line in (tmp_path / "actor" / "val_samples.jsonl").read_text().splitlines()
-    ]
-    again = [module.score_of(row["prompt"], row["response"]) for row in rows]
+    score_of = runpy.run_path(str(tmp_path / "s" / "reward.py"))["score_of"]
+    rows = [json.loads(line) for line in (tmp_path / "actor/val_samples.jsonl").open()]
+    again = [score_of(row["prompt"], row["response"]) for row in rows]
     assert [row["reward"] for row in rows] == again and len(set(again)) > 4
-    by_step = {
-        step: [score for row, score in zip(rows, again) if row["step"] == step]
-        for step in (1, 2, 3)
-    }
-    assert [len(scores) for scores in by_step.values()] == [4, 4, 4]
+    assert [row["step"] for row in rows] == [1] * 4 + [2] * 4 + [3] * 4
     means = read_metrics(tmp_path / "actor", "val_rollouts/rewards")
-    assert means == pytest.approx([np.mean(scores) for scores in by_step.values()], rel=1e-6)
+    assert means == pytest.approx([sum(again[i : i + 4]) / 4 for i in (0, 4, 8)], rel=1e-6)
     assert len(set(read_metrics(tmp_path / "actor", "train_rollouts/rewards"))) == 3
+
+
+@pytest.mark.full
+def test_rewards_of_steps_come_over_the_wire(tmp_path, tiny_tokenizer_dir, tiny_tokenizer):
+    """A server of a process reward beside one of whole responses, as an ensemble."""
+    port = find_free_port()
+    kind = ["inference.rewards_per=step", 'inference.step_end="\n"', "server.frontend=asgi"]
+    pairs = [("a film", "ab\ncd e"), ("b", "x")]
+    batch = rollout(tiny_tokenizer, pairs)
+    own = {"function": "lengths_of_lines"}
+    with code_reward_server(tmp_path / "s", port, tiny_tokenizer_dir, *kind, **own) as job:
+        wait_until_serving(job)
+        with contextlib.closing(RemoteGPTRMClient(remote_rm(port))) as client:
+            scores = client.infer_rm(batch).scores()
+        assert_ended_well(job, job.stop())
+    assert scores.rewards.tolist() == [6.0, 1.0]
+    width = batch["response_tokens"].shape[1]
+    assert scores.token_rewards.shape == (2, width - 1)
+    for row, (prompt, response) in zip(scores.token_rewards, pairs):
+        start = len(tiny_tokenizer.text_to_ids(prompt))
+        steps = response.split("\n")
+        ids = tiny_tokenizer.text_to_ids(response)
+        ends = [
+            next(n for n in range(len(ids)) if "\n" in tiny_tokenizer.ids_to_text(ids[: n + 1]))
+            for _ in steps[:-1]
+        ] + [len(ids)]
+        found = {t: float(row[t]) for t in range(width - 1) if not row[t].isnan()}
+        assert found == {start + end - 1: len(step) for end, step in zip(ends, steps)}

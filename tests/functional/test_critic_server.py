@@ -1,7 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
 """The critic server as a job of its own, behind each front: real Triton processes or uvicorn, one
-and two ranks, clients on one and two ranks.
+and two ranks.
 
 Expected numbers come from the same small model run here, in one process, with plain torch on
 unpadded rows.
@@ -21,14 +21,14 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+from nemo_aligner.config.access import client_tls
 from nemo_aligner.config.server_rules import FRONTENDS
 from nemo_aligner.core.endings import ExitCode
 from nemo_aligner.core.errors import ServerRequestError, UserError
 from nemo_aligner.servers import exchange
 from nemo_aligner.servers.critic_client import RemoteGPTRMCriticClient
-from nemo_aligner.servers.fleet import ServerUnreachableError
-from nemo_aligner.servers.served_model import ServerMismatchError
 from tests.cases import some_of
+from tests.certificates import make_certificate
 from tests.distributed.launcher import run_ranks
 from tests.functional.critic_job import NAP, RAISE, SLEEP, CriticJob, build_model
 from tests.patience import patience, wait_until
@@ -51,9 +51,8 @@ def expected_scores(model, tokens, lengths):
     padding.
     """
     with torch.no_grad():
-        rewards = torch.stack(
-            [model.reward[row[length - 1]] for row, length in zip(tokens, lengths)]
-        )
+        ends = [row[length - 1] for row, length in zip(tokens, lengths)]
+        rewards = torch.stack([model.reward[end] for end in ends])
         return rewards, torch.cat([model(row[None]) for row in tokens])
 
 
@@ -93,19 +92,14 @@ class Raw:
     def __init__(self, job):
         from pytriton.client import ModelClient
 
-        self._make = lambda name: ModelClient(
-            f"http://127.0.0.1:{job.port}",
-            name,
-            init_timeout_s=patience(20),
-            inference_timeout_s=patience(30),
-        )
+        limits = {"init_timeout_s": patience(20), "inference_timeout_s": patience(30)}
+        self._make = lambda name: ModelClient(f"http://127.0.0.1:{job.port}", name, **limits)
 
     def __call__(self, endpoint, **arrays):
         with self._make(endpoint) as client:
             arrays = {name: np.asarray(array) for name, array in arrays.items()}
-            return (client.infer_batch if endpoint == "critic_infer" else client.infer_sample)(
-                **arrays
-            )
+            infer = client.infer_batch if endpoint == "critic_infer" else client.infer_sample
+            return infer(**arrays)
 
 
 def client_config(job, **changes):
@@ -172,9 +166,8 @@ def test_training_equals_direct_steps_and_is_applied_once(job, mirror):
     again = raw("critic_train", **request)
     assert again["loss_mean"] == answer["loss_mean"]
     assert_serving(raw, mirror)  # nothing was applied twice
-    lines = [
-        json.loads(line) for line in (job.directory / "metrics.jsonl").read_text().splitlines()
-    ]
+    lines = (job.directory / "metrics.jsonl").read_text().splitlines()
+    lines = [json.loads(line) for line in lines]
     assert [line["step"] for line in lines] == [1, 2]
     names = {f"train/{name}" for name in ("loss", "lr", "grad_norm", "step_time")}
     assert set(lines[0]) == {"step", *names}
@@ -288,156 +281,6 @@ def test_an_error_of_the_model_comes_back_in_one_line_with_its_place(job, mirror
     assert_serving(Raw(job), mirror)
 
 
-@pytest.mark.full
-@asgi_frontend
-def test_a_bad_request_fails_alone(frontend):
-    """Although Triton hands it over together with good ones."""
-    model = build_model()
-    with CriticJob(
-        max_queue_delay_microseconds=500_000,
-        inference_micro_batch_size=16,
-        server={"frontend": frontend},
-    ) as job:
-        raw = Raw(job.wait_until_serving())
-        tokens = np.arange(1, 11).reshape(2, 5)
-        lengths = np.full((2, 1), 5)
-        rewards, _values = expected_scores(model, torch.from_numpy(tokens), [5, 5])
-        bad = {
-            1: ({"tokens": tokens, "sequence_lengths": lengths + 1}, "holds 6"),
-            4: ({"tokens": np.full((2, 5), RAISE), "sequence_lengths": lengths}, "cannot stand"),
-            6: ({"tokens": tokens, "sequence_lengths": lengths[:, :0]}, "shape [2, 0]"),
-            7: ({"tokens": tokens, "tokenizer": [[b"x"]] * 2}, "policy's tokenizer"),
-        }
-
-        def ask(number):
-            good = {"tokens": tokens, "sequence_lengths": lengths}
-            try:
-                return raw("critic_infer", **bad.get(number, (good, ""))[0])["rewards"]
-            except Exception as error:
-                return str(error)
-
-        with concurrent.futures.ThreadPoolExecutor(10) as pool:
-            replies = list(pool.map(ask, range(10)))
-        for number, reply in enumerate(replies):
-            if number in bad:
-                assert bad[number][1] in reply and "Traceback" not in reply, reply
-            else:
-                np.testing.assert_allclose(reply, rewards[:, None].numpy(), rtol=1e-6)
-        assert_serving(raw, model)
-
-
-def test_client_checks_before_it_sends(job):
-    with contextlib.closing(
-        RemoteGPTRMCriticClient(client_config(job, pad_to_length=8))
-    ) as client:
-        rollout = {  # longer than pad_to_length: sent as it is
-            "response_tokens": torch.ones(2, 9).long(),
-            "response_lengths": torch.tensor([9, 9]),
-        }
-        assert client.infer_rm_critic(rollout).scores().values.shape == (2, 8)
-        client.save(actor_step=3).result()
-        client.check_status(3, {})
-        with pytest.raises(UserError, match="actor is at step 5.*No step has checkpoints of both"):
-            client.check_status(5, {4: "/actor/step=4", 5: "/actor/step=5"})
-        with pytest.raises(
-            UserError, match="checkpoint of actor step 3: restart the critic server with"
-        ) as caught:
-            client.check_status(5, {3: "/actor/step=3", 5: "/actor/step=5"})
-        assert "again with 'exp_manager.resume_from_checkpoint=\"/actor/step=3\"'." in str(
-            caught.value
-        )
-    assert not [thread for thread in threading.enumerate() if str(job.port) in thread.name]
-
-
-def test_wrong_endpoint_name_and_wrong_port(job):
-    start = time.monotonic()
-    with pytest.raises(ServerUnreachableError, match="127.0.0.1:1 after 1 s.*init_timeout_s"):
-        RemoteGPTRMCriticClient(client_config(1, init_timeout_s=1))
-    assert time.monotonic() - start < 15  # the default is much longer
-    config = client_config(job, init_timeout_s=600)
-    config.critic.name = {"infer": "critic_inference"}
-    start = time.monotonic()
-    with pytest.raises(ServerMismatchError) as caught:
-        RemoteGPTRMCriticClient(config)
-    assert time.monotonic() - start < patience(10)
-    assert str(caught.value) == (
-        f"the server at 127.0.0.1:{job.port} serves no model 'critic_inference'; it serves "
-        "critic_infer, critic_train, critic_save, critic_resume, critic_status. Correct "
-        "remote_critic_rm.critic.name, or the server's own setting."
-    )
-
-
-def two_rank_client(port, tp):
-    """On each rank: what the client's calls return or raise."""
-    from nemo_aligner.parallel import parallel_state
-
-    parallel_state.initialize(tensor_model_parallel_size=tp)
-    rank = parallel_state.get_data_parallel_rank()
-    client = RemoteGPTRMCriticClient(client_config(port))
-    tokens = torch.tensor([[1, 2, 3, 0, 0, 0], [4, 5, 6, 7, 0, 0]]) + rank
-    rewards, values = client.infer_rm_critic(
-        {"response_tokens": tokens, "response_lengths": torch.tensor([3, 4])}
-    ).result()
-    data = make_training_data(6, 9, seed=1)
-    rows = (
-        slice(0, 6) if tp == 2 else slice(0, 4) if rank == 0 else slice(4, 6)
-    )  # shares may be uneven
-    data = {name: tensor[rows] for name, tensor in data.items()}
-    loss = client.train(
-        {"response_tokens": data["tokens"], "values": data["prev_values"], **data}
-    ).result()
-    status = client.save(actor_step=7).result()
-    client.check_status(7, {})
-    errors = []
-    bad = {
-        "response_tokens": torch.full((1, 4), RAISE if rank == 0 else 1),
-        "response_lengths": torch.tensor([4]),
-    }
-    future = client.infer_rm_critic(bad)
-    try:
-        future.result()
-        errors.append("")
-    except ServerRequestError as error:
-        errors.append(str(error))
-    data["response_tokens"] = torch.full_like(data["tokens"], RAISE)
-    try:
-        client.train({**data, "values": data["prev_values"]}).result()
-    except ServerRequestError as error:
-        errors.append(str(error))
-    try:
-        client.check_status(8, {})
-    except UserError as error:
-        errors.append(str(error))
-    client.communicator.close()
-    return rewards, values, loss, status, errors
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("tp", [1, 2])
-def test_clients_of_two_ranks(job, mirror, tp):
-    """Scores reach every rank, training rows are gathered, a remote error is raised on all with
-    its place.
-    """
-    results = run_ranks(two_rank_client, 2, 100, job.port, tp)
-    for rank, (rewards, values, _loss, _status, _errors) in enumerate(results):
-        tokens = torch.tensor([[1, 2, 3, 0, 0, 0], [4, 5, 6, 7, 0, 0]]) + (rank if tp == 1 else 0)
-        want_rewards, want_values = expected_scores(mirror, tokens, torch.tensor([3, 4]))
-        torch.testing.assert_close(rewards, want_rewards)
-        want_values = want_values[:, :-1].clone()
-        want_values[:, 4:] = 0  # columns after the longest row are not sent
-        torch.testing.assert_close(values, want_values)
-    loss = expected_update(mirror, make_training_data(6, 9, seed=1), gbs=4)
-    for _rewards, _values, got_loss, status, errors in results:
-        assert got_loss == pytest.approx(loss, rel=1e-5) and status == 0
-        infer_error, train_error, status_error = errors
-        assert re.search(r"cannot stand \(critic_job.py:\d+ in misbehave\)$", train_error)
-        assert "actor is at step 8" in status_error
-    assert "cannot stand" in results[0][4][0]
-    if tp == 2:  # both ranks belong to one model-parallel group
-        assert "cannot stand" in results[1][4][0]
-    assert_serving(Raw(job), mirror)
-
-
 def test_an_update_in_pieces_is_one_update(job, mirror, monkeypatch):
     """Six rows make two optimizer steps; the pieces have two rows."""
     from nemo_aligner.servers import served_model
@@ -447,11 +290,9 @@ def test_an_update_in_pieces_is_one_update(job, mirror, monkeypatch):
     monkeypatch.setattr(served_model, "PIECE_BYTES", 2 * row_bytes + 20)
     sizes = []
     run = exchange.Exchange.run
-    monkeypatch.setattr(
-        exchange.Exchange,
-        "run",
-        lambda self, sent, limit: sizes.append(sum(map(len, sent.body))) or run(self, sent, limit),
-    )
+    sized = lambda sent: sizes.append(sum(map(len, sent.body)))
+    counted = lambda self, sent, limit: sized(sent) or run(self, sent, limit)
+    monkeypatch.setattr(exchange.Exchange, "run", counted)
     before = int(raw("critic_status", dummy_var=[0])["critic_step"][0])
     with contextlib.closing(RemoteGPTRMCriticClient(client_config(job))) as client:
         batch = {"response_tokens": data["tokens"], "values": data["prev_values"], **data}
@@ -506,6 +347,21 @@ def in_background(function, **arguments):
 
 
 @pytest.mark.full
+def test_a_server_with_triton_encrypts(tmp_path):
+    certificate, key = make_certificate(tmp_path)
+    section = {"frontend": "triton", "tls_certificate": str(certificate), "tls_key": str(key)}
+    rows = {"tokens": np.arange(1, 6)[None], "sequence_lengths": np.full((1, 1), 5)}
+    with CriticJob(server=section) as job:
+        address = "localhost", job.wait_until_serving().port
+        peer = exchange.Peer(*address, tls=client_tls(certificate, "remote_critic_rm.critic"))
+        request = exchange.InferRequest("critic_infer", rows)
+        values = exchange.Exchange(peer).run(request, patience(60))["values"]
+        assert values.shape == (1, 5) and values.any()
+        with pytest.raises(exchange.ConnectionLostError):
+            exchange.Exchange(exchange.Peer(*address)).run(request, patience(20))
+
+
+@pytest.mark.full
 @asgi_frontend
 def test_two_data_parallel_ranks_under_torchrun(frontend):
     """Numbers, an error that all ranks share, then SIGTERM to rank 1 in the middle of an
@@ -517,16 +373,13 @@ def test_two_data_parallel_ranks_under_torchrun(frontend):
         assert_serving(raw, model)  # 3 rows are padded to 4
         data = make_training_data(rows=10, width=9)
         answer = raw("critic_train", **{name: tensor.numpy() for name, tensor in data.items()})
-        np.testing.assert_allclose(
-            answer["loss_mean"][0], expected_update(model, data, gbs=4), rtol=1e-5
-        )
+        loss = expected_update(model, data, gbs=4)
+        np.testing.assert_allclose(answer["loss_mean"][0], loss, rtol=1e-5)
         assert_serving(raw, model)
 
         bad = {**data, "tokens": torch.full_like(data["tokens"], RAISE)}
-        with pytest.raises(
-            Exception,
-            match=r"Message: on rank 0, 1: ArithmeticError: .* cannot stand \(critic_job.py:\d+",
-        ):
+        said = r"Message: on rank 0, 1: ArithmeticError: .* cannot stand \(critic_job.py:\d+"
+        with pytest.raises(Exception, match=said):
             raw("critic_train", **{name: tensor.numpy() for name, tensor in bad.items()})
         assert_serving(raw, model)
 
@@ -534,17 +387,14 @@ def test_two_data_parallel_ranks_under_torchrun(frontend):
         raw("critic_train", **TRAIN)
         status = raw("critic_status", dummy_var=[0])
         assert (status["critic_step"][0], status["saved_critic_step"][0]) == (4, 3)
-        with pytest.raises(
-            Exception, match="Message: on rank 0, 1: .*no checkpoint of actor_step=7"
-        ):
+        said = "Message: on rank 0, 1: .*no checkpoint of actor_step=7"
+        with pytest.raises(Exception, match=said):
             raw("critic_resume", actor_step=[7])
         for _ in range(2):  # the second time it is there
             status = raw("critic_resume", actor_step=[3])
-            assert {name: int(status[name][0]) for name in status if name != "checkpoints"} == {
-                "actor_step": 3,
-                "critic_step": 3,
-                "saved_critic_step": 3,
-            }
+            status.pop("checkpoints")
+            steps = "actor_step", "critic_step", "saved_critic_step"
+            assert {name: int(x[0]) for name, x in status.items()} == dict.fromkeys(steps, 3)
 
         slow = {**data, "tokens": torch.full_like(data["tokens"], SLEEP)}
         errors, thread = in_background(
@@ -637,9 +487,8 @@ def test_a_checkpoint_is_written_in_the_background(frontend):
 
         def save(actor_step):
             before = written()
-            started = in_background(
-                raw, endpoint="critic_save", dummy_var=[0], actor_step=[actor_step]
-            )
+            sent = {"dummy_var": [0], "actor_step": [actor_step]}
+            started = in_background(raw, endpoint="critic_save", **sent)
             wait_until(lambda: written() == before + job.ranks, 60, job.log)
             return started
 
@@ -734,12 +583,9 @@ def test_killing_the_critic_in_an_update_is_one_error_with_its_cause(frontend):
             data["tokens"] = torch.full_like(data["tokens"], SLEEP)
             data |= {"response_tokens": data["tokens"], "values": data["prev_values"]}
             update = client.train(data)
-            scores = client.infer_rm_critic(
-                {
-                    "response_tokens": torch.ones(2, 5).long(),
-                    "response_lengths": torch.tensor([5, 5]),
-                }
-            )
+            lengths = torch.tensor([5, 5])
+            batch = {"response_tokens": torch.ones(2, 5).long(), "response_lengths": lengths}
+            scores = client.infer_rm_critic(batch)
             wait_until(lambda: "SLEEP" in job.log(), 60, job.log)  # the model says so
             job.look_around()
             job.signal_rank(0, signal.SIGKILL)
@@ -851,3 +697,107 @@ def test_a_job_whose_triton_is_stopped_for_good_ends_with_one_message():
         assert codes == [1], codes
         assert "Triton runs, but has not replied to 6 requests in a row; its host" in job.log()
         job.assert_nothing_left()
+
+
+def two_rank_client(port):
+    """On each rank: what the client's calls return or raise."""
+    from nemo_aligner.parallel import parallel_state
+
+    parallel_state.initialize(tensor_model_parallel_size=1)
+    rank = parallel_state.get_data_parallel_rank()
+    client = RemoteGPTRMCriticClient(client_config(port))
+    tokens = torch.tensor([[1, 2, 3, 0, 0, 0], [4, 5, 6, 7, 0, 0]]) + rank
+    rewards, values = client.infer_rm_critic(
+        {"response_tokens": tokens, "response_lengths": torch.tensor([3, 4])}
+    ).result()
+    data = make_training_data(6, 9, seed=1)
+    rows = slice(0, 4) if rank == 0 else slice(4, 6)  # shares may be uneven
+    data = {name: tensor[rows] for name, tensor in data.items()}
+    loss = client.train(
+        {"response_tokens": data["tokens"], "values": data["prev_values"], **data}
+    ).result()
+    status = client.save(actor_step=7).result()
+    client.check_status(7, {})
+    errors = []
+    bad = {
+        "response_tokens": torch.full((1, 4), RAISE if rank == 0 else 1),
+        "response_lengths": torch.tensor([4]),
+    }
+    future = client.infer_rm_critic(bad)
+    try:
+        future.result()
+        errors.append("")
+    except ServerRequestError as error:
+        errors.append(str(error))
+    data["response_tokens"] = torch.full_like(data["tokens"], RAISE)
+    try:
+        client.train({**data, "values": data["prev_values"]}).result()
+    except ServerRequestError as error:
+        errors.append(str(error))
+    try:
+        client.check_status(8, {})
+    except UserError as error:
+        errors.append(str(error))
+    client.communicator.close()
+    return rewards, values, loss, status, errors
+
+
+@pytest.mark.full
+def test_clients_of_two_ranks(job, mirror):
+    """Scores reach every rank, training rows are gathered, a remote error is raised on all with
+    its place.
+    """
+    results = run_ranks(two_rank_client, 2, 100, job.port)
+    for rank, (rewards, values, _loss, _status, _errors) in enumerate(results):
+        tokens = torch.tensor([[1, 2, 3, 0, 0, 0], [4, 5, 6, 7, 0, 0]]) + rank
+        want_rewards, want_values = expected_scores(mirror, tokens, torch.tensor([3, 4]))
+        torch.testing.assert_close(rewards, want_rewards)
+        want_values = want_values[:, :-1].clone()
+        want_values[:, 4:] = 0  # columns after the longest row are not sent
+        torch.testing.assert_close(values, want_values)
+    loss = expected_update(mirror, make_training_data(6, 9, seed=1), gbs=4)
+    for _rewards, _values, got_loss, status, errors in results:
+        assert got_loss == pytest.approx(loss, rel=1e-5) and status == 0
+        infer_error, train_error, status_error = errors
+        assert re.search(r"cannot stand \(critic_job.py:\d+ in misbehave\)$", train_error)
+        assert "actor is at step 8" in status_error
+    assert "cannot stand" in results[0][4][0]
+    assert_serving(Raw(job), mirror)
+
+
+@pytest.mark.full
+@asgi_frontend
+def test_a_bad_request_fails_alone(frontend):
+    """Although Triton hands it over together with good ones."""
+    model = build_model()
+    with CriticJob(
+        max_queue_delay_microseconds=500_000,
+        inference_micro_batch_size=16,
+        server={"frontend": frontend},
+    ) as job:
+        raw = Raw(job.wait_until_serving())
+        tokens = np.arange(1, 11).reshape(2, 5)
+        lengths = np.full((2, 1), 5)
+        rewards, _values = expected_scores(model, torch.from_numpy(tokens), [5, 5])
+        bad = {
+            1: ({"tokens": tokens, "sequence_lengths": lengths + 1}, "holds 6"),
+            4: ({"tokens": np.full((2, 5), RAISE), "sequence_lengths": lengths}, "cannot stand"),
+            6: ({"tokens": tokens, "sequence_lengths": lengths[:, :0]}, "shape [2, 0]"),
+            7: ({"tokens": tokens, "tokenizer": [[b"x"]] * 2}, "policy's tokenizer"),
+        }
+
+        def ask(number):
+            good = {"tokens": tokens, "sequence_lengths": lengths}
+            try:
+                return raw("critic_infer", **bad.get(number, (good, ""))[0])["rewards"]
+            except Exception as error:
+                return str(error)
+
+        with concurrent.futures.ThreadPoolExecutor(10) as pool:
+            replies = list(pool.map(ask, range(10)))
+        for number, reply in enumerate(replies):
+            if number in bad:
+                assert bad[number][1] in reply and "Traceback" not in reply, reply
+            else:
+                np.testing.assert_allclose(reply, rewards[:, None].numpy(), rtol=1e-6)
+        assert_serving(raw, model)

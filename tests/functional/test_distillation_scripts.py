@@ -4,54 +4,72 @@
 on two ranks, resumed; one that learns from a served teacher and its own responses; and bad input.
 """
 
-import json
 from pathlib import Path
 
 import pytest
 
 from nemo_aligner.data.nlp.topk_logits import from_record
 from nemo_aligner.servers.ports import find_free_port
-from tests.functional.jobs import ScriptJob, must_fail_with, must_succeed, read_metrics
-from tests.functional.test_sft_rm_scripts import common, resume_from, sft
+from tests.data_sets import read
+from tests.functional.jobs import (
+    ScriptJob,
+    must_fail_with,
+    must_succeed,
+    read_metrics,
+    write_lines,
+)
+from tests.functional.test_sft_rm_scripts import (
+    BATCHES,
+    DROPOUT,
+    LORA,
+    must_resume_exactly,
+    prefix,
+    sft,
+    training,
+)
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(300)]
 
 ROOT = Path(__file__).parents[2]
 COMPUTE = str(ROOT / "examples/nlp/synthetic_data_gen/compute_topk_logits.py")
 RESPONSES = ["was a joy", "was dull", "was so, so long", "is bad"]
 EXAMPLES = {"train": 18, "validation": 6}
-LORA = ["model.peft.peft_scheme=lora", "model.peft.lora_tuning.target_modules=[all]"]
+ONE_STEP = ["model.num_layers=1", "trainer.sft.max_steps=1", "trainer.sft.val_check_interval=1"]
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data")
     for name, count in EXAMPLES.items():
-        records = (
-            {"input": f"the film {i}", "output": RESPONSES[i % len(RESPONSES)]}
-            for i in range(count)
-        )
-        text = "".join(json.dumps(record) + "\n" for record in records)
-        (folder / f"sft_{name}.jsonl").write_text(text)
+        lines = [{"input": f"the film {i}", "output": RESPONSES[i % 4]} for i in range(count)]
+        write_lines(folder / f"sft_{name}.jsonl", lines)
     return folder
+
+
+def tuned(data, tokenizer, name, *overrides):
+    """The `.nemo` of an SFT job."""
+    must_succeed(sft(data, tokenizer, data / name, *overrides))
+    return data / name / "checkpoints" / "megatron_gpt_sft.nemo"
 
 
 @pytest.fixture(scope="module")
 def teacher(data, tiny_tokenizer_dir):
     """A model that is surer of its tokens than one from random weights."""
-    longer = ["trainer.sft.max_epochs=9", "trainer.sft.max_steps=30"]
-    longer.append("trainer.sft.val_check_interval=30")
-    must_succeed(sft(data, tiny_tokenizer_dir, data / "teacher", *longer))
-    return data / "teacher" / "checkpoints" / "megatron_gpt_sft.nemo"
+    longer = ["max_epochs=9", "max_steps=30", "val_check_interval=30"]
+    return tuned(data, tiny_tokenizer_dir, "teacher", *(f"trainer.sft.{key}" for key in longer))
 
 
 @pytest.fixture(scope="module")
 def student(data, tiny_tokenizer_dir):
     """A smaller model."""
-    small = ["model.num_layers=1", "model.hidden_size=16", "model.num_attention_heads=2"]
-    small += ["trainer.sft.max_steps=1", "trainer.sft.val_check_interval=1"]
-    must_succeed(sft(data, tiny_tokenizer_dir, data / "student", *small))
-    return data / "student" / "checkpoints" / "megatron_gpt_sft.nemo"
+    small = ["model.hidden_size=16", "model.num_attention_heads=2"]
+    return tuned(data, tiny_tokenizer_dir, "student", *ONE_STEP, *small)
+
+
+@pytest.fixture(scope="module")
+def other(data, reversed_tokenizer_dir):
+    """One of another tokenizer."""
+    return tuned(data, reversed_tokenizer_dir, "other", *ONE_STEP)
 
 
 def compute(data, teacher, out, *overrides, name="train", **kwargs) -> ScriptJob:
@@ -65,8 +83,7 @@ def compute(data, teacher, out, *overrides, name="train", **kwargs) -> ScriptJob
             f"data.data.file_path={data}/sft_{name}.jsonl",
             f"output_path={out}",
             "top_k=5",
-            "model.global_batch_size=4",
-            "model.micro_batch_size=1",
+            *BATCHES,
             *overrides,
         ],
         **kwargs,
@@ -83,102 +100,60 @@ def logits(data, teacher):
 
 
 def distil(files, student, log_dir, *overrides, **kwargs) -> ScriptJob:
-    log_dir.mkdir(exist_ok=True)
     own = "trainer.knowledge_distillation"
-    return ScriptJob(
+    return training(
         "train_gpt_knowledge_distillation.py",
-        log_dir.with_suffix(".log"),
-        [
-            *common(log_dir),
-            f"pretrained_checkpoint.restore_from_path={student}",
-            f"model.data.data_prefix={{train: [{files['train']}], "
-            f"validation: [{files['validation']}]}}",
-            "model.data.validation_drop_last=False",
-            "model.global_batch_size=4",
-            "model.micro_batch_size=1",
-            "trainer.precision=32",
-            "++model.hidden_dropout=0.1",  # a resumed job must draw the same numbers
-            f"{own}.max_steps=4",
-            f"{own}.val_check_interval=2",
-            *overrides,
-        ],
+        log_dir,
+        f"pretrained_checkpoint.restore_from_path={student}",
+        *prefix(files["train"], files["validation"]),
+        *BATCHES,
+        DROPOUT,
+        f"{own}.max_steps=4",
+        f"{own}.val_check_interval=2",
+        *overrides,
         **kwargs,
     )
 
 
-def lines(path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-@pytest.mark.full
 def test_a_stopped_job_goes_on_and_the_split_does_not_matter(data, teacher, logits, tmp_path):
     """A file that was cut within a line, continued on one rank, equals that of two ranks."""
     whole = logits["train"].read_bytes()
-    assert [line["index"] for line in lines(logits["train"])] == list(range(EXAMPLES["train"]))
+    assert [line["index"] for line in read(logits["train"])] == list(range(EXAMPLES["train"]))
     cut = tmp_path / "cut.jsonl"
     cut.write_bytes(whole[: len(whole) // 2])
     must_succeed(compute(data, teacher, cut, "model.global_batch_size=3"))
-    for mine, theirs in zip(lines(cut), lines(logits["train"]), strict=True):
+    for mine, theirs in zip(read(cut), read(logits["train"]), strict=True):
         for a, b in zip(from_record(mine), from_record(theirs), strict=True):
             assert a.shape == b.shape and abs(a - b).max() < 1e-5
 
     part = tmp_path / "part.jsonl"
     must_succeed(compute(data, teacher, part, "start_from_idx=5", "end_at_idx=8"))
-    assert [(line["index"], line["rows"]) for line in lines(part)] == [
-        (index, 4) for index in range(5, 9)
-    ]
+    assert [(line["index"], line["rows"]) for line in read(part)] == [(n, 4) for n in range(5, 9)]
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("options", [[], LORA], ids=["full", "lora"])
 def test_a_student_on_two_data_parallel_ranks_learns_and_resumes_exactly(
     logits, student, tmp_path, options
 ):
-    options = [*options, "model.knowledge_distillation.sft_loss_weight=0.1"]
-    must_succeed(distil(logits, student, tmp_path / "whole", *options, ranks=2))
-    assert len(read_metrics(tmp_path / "whole", "train/loss")) == 4
-    validation = read_metrics(tmp_path / "whole", "validation/kd_loss")
+    def job(folder):
+        own = [*options, "model.knowledge_distillation.sft_loss_weight=0.1"]
+        return distil(logits, student, folder, *own, ranks=2)
+
+    whole = tmp_path / "whole"
+    must_succeed(job(whole))
+    validation = read_metrics(whole, "validation/kd_loss")
     assert 0 < validation[1] < validation[0]
-    assert 0 < read_metrics(tmp_path / "whole", "train/teacher_mass")[0] <= 1
-    name = "megatron_gpt_knowledge_distillation.nemo"
-    assert (tmp_path / "whole" / "checkpoints" / name).is_file()
-
-    resume_from(tmp_path / "whole", tmp_path / "again", lost_step=4)
-    must_succeed(distil(logits, student, tmp_path / "again", *options, ranks=2))
-    for key in ("train/loss", "train/kd_loss", "train/grad_norm"):
-        again, whole = (read_metrics(tmp_path / name, key) for name in ("again", "whole"))
-        assert again == whole[2:]
-    assert (
-        read_metrics(tmp_path / "again", "validation/loss")
-        == read_metrics(tmp_path / "whole", "validation/loss")[1:]
-    )
+    assert 0 < read_metrics(whole, "train/teacher_mass")[0] <= 1
+    assert (whole / "checkpoints/megatron_gpt_knowledge_distillation.nemo").is_file()
+    must_resume_exactly(job, whole)
 
 
-@pytest.mark.full
-def test_logits_of_another_tokenizer(data, logits, reversed_tokenizer_dir, tmp_path):
-    small = ["model.num_layers=1", "trainer.sft.max_steps=1", "trainer.sft.val_check_interval=1"]
-    must_succeed(sft(data, reversed_tokenizer_dir, tmp_path / "other", *small))
-    other = tmp_path / "other" / "checkpoints" / "megatron_gpt_sft.nemo"
-    must_fail_with(
-        distil(logits, other, tmp_path / "kd"),
-        f"{logits['train']}, line 1: the logits are those of another tokenizer",
-    )
-    must_fail_with(
-        compute(data, other, logits["train"]),
-        "the logits are those of another tokenizer",
-    )
-
-
-@pytest.mark.full
-def test_more_logits_than_the_vocabulary_has(data, teacher, tmp_path):
-    must_fail_with(
-        compute(data, teacher, tmp_path / "out.jsonl", "top_k=301"),
-        "top_k=301 is above the 300 tokens of the vocabulary",
-    )
-
-
-@pytest.mark.full
-def test_a_file_of_another_data_set_is_not_continued(data, teacher, logits):
+def test_logits_that_do_not_fit(data, teacher, logits, other, tmp_path):
+    words = "the logits are those of another tokenizer"
+    must_fail_with(distil(logits, other, tmp_path / "kd"), f"{logits['train']}, line 1: {words}")
+    must_fail_with(compute(data, other, logits["train"]), words)
+    job = compute(data, teacher, tmp_path / "out.jsonl", "top_k=301")
+    must_fail_with(job, "top_k=301 is above the 300 tokens of the vocabulary")
     before = logits["validation"].read_bytes()
     must_fail_with(
         compute(data, teacher, logits["validation"]),
@@ -208,9 +183,8 @@ def served(teacher, log, port, *overrides, **kwargs) -> ScriptJob:
 
 
 def on_policy(data, student, log_dir, port, *overrides, **kwargs) -> ScriptJob:
-    files = {name: data / f"sft_{name}.jsonl" for name in EXAMPLES}
     return distil(
-        files,
+        {name: data / f"sft_{name}.jsonl" for name in EXAMPLES},
         student,
         log_dir,
         "model.knowledge_distillation.on_policy.fraction=0.5",
@@ -233,39 +207,25 @@ def port(data, teacher):
         yield port
 
 
-@pytest.mark.full
-@pytest.mark.parametrize(
-    "options",
-    [[], LORA],
-    ids=["weights", "adapters"],
-)
+@pytest.mark.parametrize("options", [[], LORA], ids=["weights", "adapters"])
 def test_a_student_learns_from_its_own_responses_and_resumes_exactly(
     data, student, port, tmp_path, options
 ):
-    must_succeed(on_policy(data, student, tmp_path / "whole", port, *options, ranks=2))
-    assert sorted(read_metrics(tmp_path / "whole", "train/on_policy")) == [0, 0, 1, 1]
-    validation = read_metrics(tmp_path / "whole", "validation/kd_loss")
+    def job(folder):
+        return on_policy(data, student, folder, port, *options, ranks=2)
+
+    whole = tmp_path / "whole"
+    must_succeed(job(whole))
+    assert sorted(read_metrics(whole, "train/on_policy")) == [0, 0, 1, 1]
+    validation = read_metrics(whole, "validation/kd_loss")
     assert options or 0 < validation[1] < validation[0]  # four steps are few for adapters
-    assert read_metrics(tmp_path / "whole", "train/teacher_mass")[0] == pytest.approx(1)
-
-    resume_from(tmp_path / "whole", tmp_path / "again", lost_step=4)
-    must_succeed(on_policy(data, student, tmp_path / "again", port, *options, ranks=2))
-    for key in ("train/loss", "train/response_length", "train/grad_norm"):
-        again, whole = (read_metrics(tmp_path / name, key) for name in ("again", "whole"))
-        assert again == whole[2:]
+    assert read_metrics(whole, "train/teacher_mass")[0] == pytest.approx(1)
+    must_resume_exactly(job, whole)
 
 
-@pytest.mark.full
-def test_a_teacher_with_another_tokenizer_or_none_at_all(
-    data, port, reversed_tokenizer_dir, tmp_path
-):
-    small = ["model.num_layers=1", "trainer.sft.max_steps=1", "trainer.sft.val_check_interval=1"]
-    must_succeed(sft(data, reversed_tokenizer_dir, tmp_path / "other", *small))
-    other = tmp_path / "other" / "checkpoints" / "megatron_gpt_sft.nemo"
-    job = on_policy(data, other, tmp_path / "kd", port)
-    with job:
+def test_a_teacher_with_another_tokenizer_or_none_at_all(data, port, other, tmp_path):
+    with on_policy(data, other, tmp_path / "kd", port) as job:
         assert job.wait() == 1 and "tokenizer" in job.log.splitlines()[-1]
-    nobody = find_free_port()
-    job = on_policy(data, other, tmp_path / "no", nobody, "remote_teacher.init_timeout_s=1")
-    with job:
+    nobody, soon = find_free_port(), "remote_teacher.init_timeout_s=1"
+    with on_policy(data, other, tmp_path / "no", nobody, soon) as job:
         assert job.wait() and "start the server job first" in job.log.lower()

@@ -25,13 +25,7 @@ from nemo_aligner.servers.scoring_clients import RemoteGPTRMClient
 from tests.distributed.launcher import run_ranks
 from tests.functional.critic_job import CriticJob, build_model
 from tests.functional.jobs import remote_rm
-from tests.functional.toy_reward_server import (
-    NAN,
-    RAISE,
-    SLEEP,
-    ToyRewardServer,
-    expected_rewards,
-)
+from tests.functional.toy_reward_server import NAN, RAISE, SLEEP, ToyRewardServer, expected_rewards
 from tests.patience import Deadline, patience, wait_until
 
 pytestmark = pytest.mark.timeout(300)
@@ -55,11 +49,8 @@ def two_servers():
 @pytest.fixture
 def pair(two_servers):
     """Two servers of the same model, both running; a test may end or damage them."""
-    restarted = [
-        server
-        for server in two_servers
-        if (server.rows() or server.process.poll() is not None) and not server.is_ready()
-    ]
+    ended = [s for s in two_servers if s.rows() or s.process.poll() is not None]
+    restarted = [server for server in ended if not server.is_ready()]
     for server in restarted:
         server.kill()
         server.start()
@@ -83,11 +74,9 @@ def rollout(seed, first=None):
     tokens = torch.randint(1, 800, (rows, width), generator=generator)
     if first is not None:
         tokens[0, 0] = first
-    return {
-        "response_tokens": tokens,
-        "response_lengths": torch.randint(3, width + 1, (rows,), generator=generator),
-        "prompt_lengths": torch.randint(1, 3, (rows,), generator=generator),
-    }
+    lengths = torch.randint(3, width + 1, (rows,), generator=generator)
+    prompts = torch.randint(1, 3, (rows,), generator=generator)
+    return {"response_tokens": tokens, "response_lengths": lengths, "prompt_lengths": prompts}
 
 
 def assert_right(rewards, batch, scale=1.0):
@@ -130,11 +119,8 @@ class Stream:
     def answered(self, count):
         """Whether the first `count` requests have their answers."""
         sent = self.sent[: max(count, 0)]
-        return all(
-            request.future.done()
-            for _, pending in sent
-            for request in pending.rm_future._sent.values()
-        )
+        requests = [each for _, part in sent for each in part.rm_future._sent.values()]
+        return all(request.future.done() for request in requests)
 
     def assert_all_right(self):
         for batch, future in self.sent:
@@ -176,9 +162,9 @@ def test_servers_are_killed_and_come_back_in_the_middle_of_a_stream(pair, lines,
             stream.send_until(lambda v=victim, s=served: sum(v.rows()) > s)
             record_property(f"fail_over_s_{index}", round(failed_over, 2))
             record_property(f"take_back_s_{index}", round(taken_back - ready[0], 2))
+            after = taken_back - ready[0]
             print(
-                f"failed over in {failed_over:.2f} s, taken back {taken_back - ready[0]:.2f} s "
-                "after it was ready"
+                f"failed over in {failed_over:.2f} s, taken back {after:.2f} s after it was ready"
             )
             assert failed_over < patience(20) and taken_back - ready[0] < patience(10)
         stream.assert_all_right()
@@ -221,10 +207,8 @@ def test_a_model_that_hangs_behind_a_living_triton(pair, lines):
 def test_an_ensemble_adds_weighted_rewards_and_tells_the_parts(pair):
     a, b = pair
     with ToyRewardServer(scale=-2.0, endpoint="brevity") as c:
-        models = {
-            "helpful": member(a, b, weight=0.5),
-            "terse": member(c, name="brevity", weight=0.25),
-        }
+        models = {"helpful": member(a, b, weight=0.5)}
+        models["terse"] = member(c, name="brevity", weight=0.25)
         with contextlib.closing(RemoteGPTRMClient(section(reward_models=models))) as client:
             for seed in range(4):
                 batch = rollout(seed)
@@ -246,40 +230,28 @@ def two_rank_client(port, dead_port, log_file):
     from nemo_aligner.parallel import parallel_state
 
     parallel_state.initialize(tensor_model_parallel_size=2)
-    config = OmegaConf.create(
-        {
-            "init_timeout_s": patience(60),
-            "reward_model": {"ip": "127.0.0.1", "port": [dead_port, port]},
-        }
-    )
+    section = {"ip": "127.0.0.1", "port": [dead_port, port]}
+    config = OmegaConf.create({"init_timeout_s": patience(60), "reward_model": section})
     fleet_module.START_GRACE_S = 1.0
     client = RemoteGPTRMClient(config)
     # As users of NeMo-Aligner take it: a tensor [b, 1].
     rewards = client.infer_rm(rollout(2)).result().squeeze(1)
+    # Of the last one the other rank sends nothing.
+    unsuitable = {**rollout(1), "prompt_lengths": torch.ones(5, dtype=torch.int64)}
     errors = []
-    for bad in (RAISE, NAN):
-        try:
-            client.infer_rm(rollout(1, first=bad)).result()
-        except ServerRequestError as error:
-            errors.append(str(error))
-    unsuitable = {
-        **rollout(1),
-        "prompt_lengths": torch.ones(5, dtype=torch.int64),
-    }  # the other rank sends nothing
-    try:
-        client.infer_rm(unsuitable).result()
-    except ServerRequestError as error:
-        errors.append(str(error))
+    for bad in (rollout(1, first=RAISE), rollout(1, first=NAN), unsuitable):
+        with pytest.raises(ServerRequestError) as caught:
+            client.infer_rm(bad).result()
+        errors.append(str(caught.value))
     again = client.infer_rm(rollout(2)).scores().rewards
     connections = len(client.reward_models.fleets)
     client.close()
     config = OmegaConf.create(
         {"init_timeout_s": 1, "reward_model": {"ip": "127.0.0.1", "port": dead_port}}
     )
-    try:
+    with pytest.raises(ServerUnreachableError) as unreachable:
         RemoteGPTRMClient(config)
-    except ServerUnreachableError as error:
-        errors.append(str(error))
+    errors.append(str(unreachable.value))
     return rewards, again, errors, connections
 
 
@@ -310,19 +282,15 @@ def test_separate_mode_takes_values_from_the_critic_and_rewards_from_the_fleet(p
         )
         with contextlib.closing(RemoteGPTRMCriticClient(config)) as client:
             tokens = torch.tensor([[1, 2, 3, 0, 0, 0], [4, 5, 6, 7, 0, 0]])
-            batch = {
-                "response_tokens": tokens,
-                "response_lengths": torch.tensor([3, 4]),
-                "prompt_lengths": torch.tensor([1, 2]),
-            }
+            batch = {"response_tokens": tokens, "response_lengths": torch.tensor([3, 4])}
+            batch["prompt_lengths"] = torch.tensor([1, 2])
             for attempt in range(2):
                 scores = client.infer_rm_critic(batch).scores()
                 torch.testing.assert_close(scores.values, model(tokens)[:, :-1].detach())
                 assert_right(scores.parts["sum"], batch)
                 assert_right(scores.parts["triple"], batch, scale=3.0)
-                torch.testing.assert_close(
-                    scores.rewards, 2.0 * scores.parts["sum"] - scores.parts["triple"]
-                )
+                found, wanted = scores.rewards, 2.0 * scores.parts["sum"] - scores.parts["triple"]
+                torch.testing.assert_close(found, wanted)
                 if attempt == 0:
                     a.kill()
             bad = {**batch, "response_tokens": tokens.clone()}

@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reward models on data that they were not trained on: the real script on the quickstart's data,
 from random weights.
-
-And what a reward model or a critic cannot start from.
 """
 
 import json
@@ -15,12 +13,10 @@ import numpy as np
 import pytest
 import torch
 
-from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_regression_reward_model import (
     MegatronGPTRegressionRewardModel,
 )
-from tests.functional.jobs import ScriptJob, must_fail_with, must_succeed, read_metrics
-from tests.tiny_models import tiny_config
+from tests.functional.jobs import ScriptJob, must_succeed, read_metrics
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples" / "quickstart"))
 
@@ -46,13 +42,6 @@ def data_dir(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("data")
     make_data.make_data(folder, seed=0)
     return folder
-
-
-@pytest.fixture(scope="module")
-def language_model(tiny_tokenizer_dir, tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("lm") / "lm.nemo"
-    MegatronGPTModel(tiny_config(tiny_tokenizer_dir)).save_to(str(path))
-    return path
 
 
 def training(log_dir: Path, data_prefix: str, *overrides: str) -> ScriptJob:
@@ -139,37 +128,3 @@ def test_correlation_with_held_out_labels(data_dir, tmp_path):
     rewards = torch.cat([model.infer([line["text"]], add_EOS=True) for line in lines])[:, 0]
     expected = np.corrcoef(rewards.numpy(), [line["label"][0] for line in lines])[0, 1]
     assert history[-1] == pytest.approx(expected, abs=1e-4)
-
-
-# --------------------------------------------------------------------------------- what is refused
-
-
-@pytest.mark.full
-def test_a_language_model_has_no_head_to_load(data_dir, language_model, tmp_path):
-    base = [
-        f"pretrained_checkpoint.restore_from_path={language_model}",
-        "model.encoder_seq_length=48",
-    ]
-    job = training(
-        tmp_path / "rm",
-        files(data_dir, "pairs"),
-        *base,
-        "model.regression.load_rm_head_weights=True",
-    )
-    must_fail_with(job, "load_rm_head_weights=True", str(language_model), "has no head to load")
-
-
-@pytest.mark.full
-def test_a_language_model_cannot_serve_rewards_beside_its_critic(language_model, tmp_path):
-    job = ScriptJob(
-        "serve_ppo_critic.py",
-        tmp_path / "critic.log",
-        [
-            f"exp_manager.explicit_log_dir={tmp_path / 'critic'}",
-            f"pretrained_checkpoint.restore_from_path={language_model}",
-            "trainer.accelerator=cpu",
-            "trainer.precision=32",
-            "model.encoder_seq_length=48",
-        ],
-    )
-    must_fail_with(job, "no reward head", "combine_rm_and_critic_server=False")

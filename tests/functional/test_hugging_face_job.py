@@ -4,7 +4,7 @@
 which transformers generates the same text as this package.
 """
 
-import json
+import functools
 
 import pytest
 import torch
@@ -14,25 +14,19 @@ from omegaconf import OmegaConf
 from nemo_aligner.generation import GenerationParams, MegatronGenerator
 from nemo_aligner.launch.model_loading import load_from_nemo
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
-from nemo_aligner.servers.ports import find_free_port
 from tests import hugging_face
-from tests.functional.jobs import ScriptJob, assert_ended_well, must_succeed, read_metrics
-from tests.functional.test_ppo_job import actor, critic
-from tests.functional.test_sft_rm_scripts import data  # noqa: F401  (a fixture)
+from tests.functional.jobs import must_succeed, read_metrics, write_lines
+from tests.functional.test_ppo_job import run_pair
+from tests.functional.test_sft_rm_scripts import (
+    BATCHES,
+    data,  # noqa: F401  (a fixture)
+    prefix,
+    steps,
+    texts,
+    training,
+)
 
 pytestmark = pytest.mark.timeout(900)
-
-
-def common(folder) -> list[str]:
-    return [
-        "trainer.accelerator=cpu",
-        "trainer.precision=32",
-        f"exp_manager.explicit_log_dir={folder}",
-        "model.encoder_seq_length=48",
-        "model.optim.lr=1e-2",
-        "model.optim.sched.warmup_steps=1",
-        "model.save_hf=True",
-    ]
 
 
 def written(folder, name: str):
@@ -47,91 +41,41 @@ def written(folder, name: str):
 )
 def test_from_folder_to_folder(write_folder, data, tmp_path, ranks, front):  # noqa: F811
     split = ["++model.tensor_model_parallel_size=2"] if ranks == 2 else []
-    base = write_folder(
-        hugging_face.randomized(
-            hugging_face.causal_lm(
-                "Qwen2",
-                vocab_size=300,
-                max_position_embeddings=64,
-                num_attention_heads=4,
-                num_key_value_heads=2,
-                tie_word_embeddings=True,
-            )
-        )
-    )
+    sizes = {"vocab_size": 300, "max_position_embeddings": 64, "tie_word_embeddings": True}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    qwen = hugging_face.causal_lm("Qwen2", **sizes, **heads)
+    base = write_folder(hugging_face.randomized(qwen))
     sft, rm, ppo = (tmp_path / name for name in ("sft", "rm", "ppo"))
-    for folder in (sft, rm, ppo):
-        folder.mkdir()
+    job = functools.partial(training, ranks=ranks)
     must_succeed(
-        ScriptJob(
+        job(
             "train_gpt_sft.py",
-            tmp_path / "sft.log",
-            [
-                *common(sft),
-                *split,
-                f"model.restore_from_path={base}",
-                "exp_manager.create_checkpoint_callback=True",
-                f"model.data.train_ds.file_path={data}/sft_train.jsonl",
-                f"model.data.validation_ds.file_path={data}/sft_validation.jsonl",
-                "model.data.train_ds.global_batch_size=4",
-                "model.data.train_ds.micro_batch_size=2",
-                "trainer.sft.max_steps=4",
-                "trainer.sft.val_check_interval=4",
-                "trainer.sft.save_interval=4",
-            ],
-            ranks,
+            sft,
+            *split,
+            "model.save_hf=True",
+            f"model.restore_from_path={base}",
+            *texts(data / "sft_train.jsonl", data / "sft_validation.jsonl"),
+            "model.data.train_ds.global_batch_size=4",
+            "model.data.train_ds.micro_batch_size=2",
+            *steps("sft"),
         )
     )
     losses = read_metrics(sft, "train/loss")
     assert losses[-1] < losses[0]
     tuned = written(sft, "megatron_gpt_sft")
 
-    pairs = data / "pairs"
-    must_succeed(
-        ScriptJob(
-            "train_reward_model.py",
-            tmp_path / "rm.log",
-            [
-                *common(rm),
-                *split,
-                f"pretrained_checkpoint.restore_from_path={tuned}",
-                f"model.data.data_prefix={{train: [{pairs}_train.jsonl], "
-                f"validation: [{pairs}_validation.jsonl]}}",
-                "model.data.validation_drop_last=False",
-                "model.global_batch_size=4",
-                "model.micro_batch_size=1",
-                "trainer.rm.max_steps=2",
-                "trainer.rm.val_check_interval=2",
-                "trainer.rm.save_interval=2",
-            ],
-            ranks,
-        )
-    )
+    own = [f"pretrained_checkpoint.restore_from_path={tuned}", *BATCHES, *steps("rm", 2)]
+    own += prefix(data / "pairs_train.jsonl", data / "pairs_validation.jsonl")
+    must_succeed(job("train_reward_model.py", rm, *split, "model.save_hf=True", *own))
     judge = written(rm, "megatron_gpt")
     scorer = transformers.AutoModelForSequenceClassification.from_pretrained(judge)
     assert scorer.config.num_labels == 1
 
-    (tmp_path / "prompts.jsonl").write_text(
-        "".join(json.dumps({"text": f"the film {i}"}) + "\n" for i in range(16))
-    )
-    port = find_free_port()
-    policy = f"pretrained_checkpoint.restore_from_path={tuned}"
-    with (
-        critic(
-            tmp_path,
-            ppo,
-            port,
-            ranks,
-            "python",
-            f"pretrained_checkpoint.restore_from_path={judge}",
-            "model.save_hf=every_checkpoint",
-            f"server.frontend={front}",
-            *split,
-        ) as server,
-        actor(tmp_path, ppo, port, ranks, "python", policy, "model.save_hf=True", *split) as job,
-    ):
-        assert_ended_well(job, job.wait())
-        assert_ended_well(server, server.stop())
+    write_lines(tmp_path / "prompts.jsonl", [{"text": f"the film {i}"} for i in range(16)])
+    start = "pretrained_checkpoint.restore_from_path"
+    of_critic = [f"{start}={judge}", "model.save_hf=every_checkpoint", f"server.frontend={front}"]
+    of_actor = [f"{start}={tuned}", "model.save_hf=True"]
+    run_pair(tmp_path, ppo, [*of_critic, *split], [*of_actor, *split], ranks=ranks)
     assert read_metrics(ppo / "actor", "train_rollouts/init_policy_kl")[0] == 0.0
     values = transformers.AutoModelForTokenClassification.from_pretrained(
         written(ppo / "critic", "megatron_gpt_critic")

@@ -4,15 +4,20 @@
 the same numbers as this package's own scripts.
 """
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from nemo_aligner.checkpoint.folders import complete_checkpoints
 from nemo_aligner.servers.ports import find_free_port
-from tests.functional import test_ppo_job
 from tests.functional.jobs import assert_ended_well
-from tests.functional.test_ppo_job import inputs, single  # noqa: F401  (fixtures)
+from tests.functional.test_ppo_job import (
+    TRITON,
+    actor,
+    critic,
+    single,  # noqa: F401
+)
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.full]
 
@@ -20,24 +25,15 @@ OTHERS = Path(__file__).parent / "other_scripts"
 TENSOR_PARALLEL = "++model.tensor_model_parallel_size=2"
 
 
-def critic(inputs, folder, port, *extra):  # noqa: F811
-    script = OTHERS / "ppo_critic.py"
-    extra = (test_ppo_job.TRITON, *extra)
-    return test_ppo_job.critic(inputs, folder, port, 2, "python", *extra, script=script)
-
-
-def actor(inputs, folder, port, *extra):  # noqa: F811
-    script = OTHERS / "ppo_actor.py"
-    return test_ppo_job.actor(inputs, folder, port, 2, "python", *extra, script=script)
-
-
-def run_pair(inputs, folder, critic_extra, actor_extra):  # noqa: F811
-    """Critic and actor to the end; returns the log of the actor."""
+def run_others(inputs, folder, of_critic, of_actor) -> str:
+    """Critic and actor of two ranks to the end; returns the log of the actor."""
     port = find_free_port()
-    with (
-        critic(inputs, folder, port, *critic_extra) as server,
-        actor(inputs, folder, port, *actor_extra) as job,
-    ):
+    scripts = (OTHERS / f"ppo_{side}.py" for side in ("critic", "actor"))
+    make_critic, make_actor = (
+        partial(make, inputs, folder, port, ranks=2, script=script)
+        for make, script in zip((critic, actor), scripts)
+    )
+    with make_critic(TRITON, *of_critic) as server, make_actor(*of_actor) as job:
         assert_ended_well(job, job.wait(300))
         assert_ended_well(server, server.stop())
         return job.log
@@ -51,7 +47,7 @@ def last_state(folder):
 def test_ppo_at_two_ranks_gives_the_numbers_of_our_scripts_and_resumes(inputs, single, tmp_path):  # noqa: F811
     """Actor on TP 2 against a critic on DP 2, then the other way round."""
     warned_of = "+trainer.ppo.a_key_of_its_own=1"
-    log = run_pair(inputs, tmp_path, [], [TENSOR_PARALLEL, warned_of])
+    log = run_others(inputs, tmp_path, [], [TENSOR_PARALLEL, warned_of])
     assert log.count("This package reads none of these keys:") == 1  # on rank 0
     assert log.count("trainer.ppo.a_key_of_its_own") == 1
     for job in ("actor", "critic"):
@@ -63,5 +59,5 @@ def test_ppo_at_two_ranks_gives_the_numbers_of_our_scripts_and_resumes(inputs, s
         assert metrics[name] == found, name
 
     more = ["trainer.ppo.max_steps=6", "trainer.ppo.val_check_interval=3"]
-    run_pair(inputs, tmp_path, [TENSOR_PARALLEL], more)
+    run_others(inputs, tmp_path, [TENSOR_PARALLEL], more)
     assert last_state(tmp_path / "actor")["trainer"]["step"] == 6

@@ -44,12 +44,8 @@ def write_model(folder) -> None:
     tokenizer.train_from_iterator(
         [], trainers.BpeTrainer(initial_alphabet=alphabet, special_tokens=SPECIAL)
     )
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        eos_token="<|im_end|>",
-        pad_token="<|endoftext|>",
-        chat_template=TEMPLATE,
-    )
+    own = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "chat_template": TEMPLATE}
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **own)
     torch.manual_seed(0)
     model = transformers.Qwen2ForCausalLM(
         transformers.Qwen2Config(
@@ -69,10 +65,8 @@ def write_model(folder) -> None:
     dice = random.Random(0)
     for _ in range(400):
         answers = [a + b if dice.random() < 0.3 else dice.randint(1, 9) for a, b in PAIRS]
-        chats = [
-            [question(a, b), {"role": "assistant", "content": str(answer)}]
-            for (a, b), answer in zip(PAIRS, answers)
-        ]
+        replies = [{"role": "assistant", "content": str(answer)} for answer in answers]
+        chats = [[question(a, b), reply] for (a, b), reply in zip(PAIRS, replies)]
         ids = tokenizer.apply_chat_template(chats, return_tensors="pt", return_dict=True).input_ids
         loss = model(input_ids=ids, labels=ids).loss
         loss.backward()
@@ -88,10 +82,8 @@ def write_files(folder) -> None:
     reply = {"role": "assistant", "content": "7"}
     assert chat == {"messages": [question(3, 4), reply]}
     assert prompt == {"messages": [question(3, 4)], "answer": "7"}
-    with (
-        (folder / "chats.jsonl").open("w") as chats,
-        (folder / "prompts.jsonl").open("w") as prompts,
-    ):
+    chats, prompts = folder / "chats.jsonl", folder / "prompts.jsonl"
+    with chats.open("w") as chats, prompts.open("w") as prompts:
         for a, b in PAIRS:
             messages, answer = [question(a, b)], str(a + b)
             prompts.write(json.dumps({"messages": messages, "answer": answer}) + "\n")

@@ -27,12 +27,8 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 # What a CPU and a small model change.
-SMALL = [
-    "trainer.precision=32",
-    "model.encoder_seq_length=256",
-    "model.micro_batch_size=2",
-    "model.global_batch_size=4",
-]
+SMALL = ["trainer.precision=32", "model.encoder_seq_length=256"]
+SMALL += ["model.micro_batch_size=2", "model.global_batch_size=4"]
 
 
 def run(script, folder, *arguments: str, **environment: str) -> str:
@@ -78,13 +74,8 @@ def _members(group: int) -> list[psutil.Process]:
 
 
 def tiny(write_folder, kind: str):
-    return write_folder(
-        hugging_face.randomized(
-            hugging_face.causal_lm(
-                kind, vocab_size=300, max_position_embeddings=512, tie_word_embeddings=True
-            )
-        )
-    )
+    sizes = {"vocab_size": 300, "max_position_embeddings": 512, "tie_word_embeddings": True}
+    return write_folder(hugging_face.randomized(hugging_face.causal_lm(kind, **sizes)))
 
 
 @pytest.mark.full
@@ -100,10 +91,8 @@ def test_gsm8k(write_folder, tmp_path):
     source = tmp_path / "gsm8k"
     source.mkdir()
     for split, count in (("train", 12), ("test", 4)):
-        lines = [
-            {"question": f"What is {i} + {i}?", "answer": f"It is {2 * i}.\n#### {2 * i}"}
-            for i in range(count)
-        ]
+        sums = [(f"What is {i} + {i}?", f"It is {2 * i}.\n#### {2 * i}") for i in range(count)]
+        lines = [{"question": question, "answer": answer} for question, answer in sums]
         text = "".join(json.dumps(line) + "\n" for line in lines)
         (source / f"{split}.jsonl").write_text(text)
     run(
@@ -141,10 +130,8 @@ def test_ultrafeedback(write_folder, tmp_path):
         lines = []
         for i in range(count):
             question = {"role": "user", "content": f"Tell me about {i}."}
-            chosen, rejected = (
-                [question, {"role": "assistant", "content": f"{i} is {word}."}]
-                for word in ("a number", "nothing")
-            )
+            texts = f"{i} is a number.", f"{i} is nothing."
+            chosen, rejected = ([question, {"role": "assistant", "content": x}] for x in texts)
             lines.append({"prompt": question["content"], "chosen": chosen, "rejected": rejected})
         text = "".join(json.dumps(line) + "\n" for line in lines)
         (tmp_path / f"{split}.jsonl").write_text(text)
@@ -180,13 +167,8 @@ def test_the_reward_of_gsm8k():
         import reward
     finally:
         sys.path.pop(0)
-    rewards = {
-        "1,200 and 34.\n#### 1234": 1.0,
-        "#### 7\nNo.\n#### $1,234": 1.0,
-        "#### 1234.5": 0.1,
-        "1234": 0.0,
-        "": 0.0,
-    }
+    rewards = {"1,200 and 34.\n#### 1234": 1.0, "#### 7\nNo.\n#### $1,234": 1.0}
+    rewards |= {"#### 1234.5": 0.1, "1234": 0.0, "": 0.0}
     n = len(rewards)
     found = reward.right_number(["How many?"] * n, list(rewards), [1] * n, ["1,234"] * n)
     assert found == list(rewards.values())

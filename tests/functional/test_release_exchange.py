@@ -22,14 +22,10 @@ OTHER = os.environ.get("OTHER_PYTHON", "")
 
 def run(python: str, *arguments: object) -> str:
     """Output of `tests.release_exchange` in the environment of `python`."""
-    done = subprocess.run(
-        [python, "-W", "ignore", "-m", "tests.release_exchange", *map(str, arguments)],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=patience(300),
-    )
+    command = [python, "-W", "ignore", "-m", "tests.release_exchange", *map(str, arguments)]
+    options = {"capture_output": True, "text": True, "timeout": patience(300)}
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, **options)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 

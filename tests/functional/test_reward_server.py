@@ -19,12 +19,7 @@ from nemo_aligner.core.errors import ServerRequestError
 from nemo_aligner.core.tokenizer import tokenizer_fingerprint
 from nemo_aligner.servers.ports import find_free_port
 from nemo_aligner.servers.scoring_clients import RemoteGPTRMClient
-from tests.functional.jobs import (
-    assert_ended_well,
-    remote_rm,
-    reward_server,
-    wait_until_serving,
-)
+from tests.functional.jobs import assert_ended_well, remote_rm, reward_server, wait_until_serving
 from tests.patience import patience
 from tests.tiny_models import tiny_config
 
@@ -72,11 +67,8 @@ def request(rows: list[torch.Tensor], width: int | None = None, fill=None) -> di
     """
     lengths = np.array([[len(row)] for row in rows])
     shape = (len(rows), width or int(lengths.max()))
-    tokens = (
-        np.zeros(shape, np.int64)
-        if fill is None
-        else np.random.default_rng(fill).integers(0, VOCAB, shape)
-    )
+    odd = lambda: np.random.default_rng(fill).integers(0, VOCAB, shape)
+    tokens = np.zeros(shape, np.int64) if fill is None else odd()
     for row, tokens_of_row in zip(rows, tokens):
         tokens_of_row[: len(row)] = row.numpy()
     return {"tokens": tokens, "sequence_lengths": lengths}
@@ -92,12 +84,8 @@ def ask(port: int, name: str = "reward_model", **arrays) -> dict:
     """A request without any of our client's checks."""
     from pytriton.client import ModelClient
 
-    with ModelClient(
-        f"http://127.0.0.1:{port}",
-        name,
-        init_timeout_s=patience(20),
-        inference_timeout_s=patience(60),
-    ) as client:
+    limits = {"init_timeout_s": patience(20), "inference_timeout_s": patience(60)}
+    with ModelClient(f"http://127.0.0.1:{port}", name, **limits) as client:
         return client.infer_batch(**{key: np.asarray(array) for key, array in arrays.items()})
 
 
@@ -146,7 +134,7 @@ def port(request, rm_file):
     """Port of a running server with one rank."""
     port, front = find_free_port(), f"server.frontend={request.param}"
     folder = rm_file.parent / request.param
-    with reward_server(rm_file, folder, port, 1, "python", front) as job:
+    with reward_server(rm_file, folder, port, front) as job:
         wait_until_serving(job)
         yield port
         assert_ended_well(job, job.stop())
@@ -200,14 +188,11 @@ def test_wrong_requests_are_refused_and_the_server_goes_on(port, model, request_
     for word in words:
         assert word.replace(" ", "").lower() in said, caught.value
     rows = make_rows(3, seed=1)
-    np.testing.assert_allclose(
-        ask(port, **request(rows))["rewards"], direct(model, rows), **TOLERANCE
-    )
+    found = ask(port, **request(rows))["rewards"]
+    np.testing.assert_allclose(found, direct(model, rows), **TOLERANCE)
 
 
-def test_a_policy_with_another_tokenizer_is_refused(
-    port, model, tiny_tokenizer, reversed_tokenizer_dir
-):
+def test_a_policy_of_other_tokens_is_refused(port, model, tiny_tokenizer, reversed_tokenizer_dir):
     from nemo.collections.common.tokenizers import AutoTokenizer
 
     rows = make_rows(3, seed=3)
@@ -216,15 +201,88 @@ def test_a_policy_with_another_tokenizer_is_refused(
         through_client(port, rows, tokenizer=other)
     theirs, own = tokenizer_fingerprint(other), tokenizer_fingerprint(tiny_tokenizer)
     assert theirs != own
-    for words in (
-        f"the policy's tokenizer ({theirs})",
-        f"this server's ({own})",
-        "Serve a reward model",
-    ):
+    both = f"the policy's tokenizer ({theirs})", f"this server's ({own})"
+    for words in (*both, "Serve a reward model"):
         assert words in str(caught.value)
     np.testing.assert_allclose(
         through_client(port, rows, tokenizer=tiny_tokenizer), direct(model, rows), **TOLERANCE
     )
+
+
+# ---- two ranks ----
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "launcher, tp, strip",
+    [("python", 1, 4), ("torchrun", 2, "null")],
+    ids=["python-dp2", "torchrun-tp2"],
+)
+def test_two_ranks_give_these_scores_and_end_clean(rm_file, model, tmp_path, launcher, tp, strip):
+    port = find_free_port()
+    extra = [f"++model.tensor_model_parallel_size={tp}"]
+    extra.append(f"inference.strip_sequence_length_to_multiple={strip}")
+    extra.append("inference.inference_micro_batch_size=[2,4]")
+    with reward_server(rm_file, tmp_path / "two", port, *extra, ranks=2, launcher=launcher) as job:
+        wait_until_serving(job)
+        assert_scores_are_direct(port, model)
+        assert_ended_well(job, job.stop())
+        until_the_end, closed, _ = job.log.partition(f"closed port {port}")
+        assert (
+            closed and "Traceback" not in until_the_end
+        )  # torchrun itself shows one for a SIGTERM, afterwards
+
+
+# ---- other models, and what cannot be served ----
+
+
+@pytest.fixture(scope="module")
+def regression(tiny_tokenizer_dir, tmp_path_factory):
+    """The file of a model of two attributes."""
+    from nemo_aligner.models.nlp.gpt.megatron_gpt_regression_reward_model import (
+        MegatronGPTRegressionRewardModel,
+    )
+
+    both = {"num_attributes": 2, "merge_attributes": False}
+    cfg = tiny_config(tiny_tokenizer_dir, reward_model_type="regression", regression=both)
+    path = tmp_path_factory.mktemp("regression") / "rm.nemo"
+    MegatronGPTRegressionRewardModel(cfg).save_to(str(path))
+    return path
+
+
+def test_what_cannot_be_served_is_one_error(regression, rm_file, tiny_tokenizer_dir, tmp_path):
+    """A language model; a critic; a port in use; attributes that are not merged. All at once, to
+    save their starts.
+    """
+    from nemo_aligner.models.nlp.gpt.megatron_gpt_critic import MegatronGPTCriticModel
+    from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
+
+    MegatronGPTModel(tiny_config(tiny_tokenizer_dir)).save_to(str(tmp_path / "policy.nemo"))
+    cfg = tiny_config(tiny_tokenizer_dir, output_sequence=True)
+    MegatronGPTCriticModel(cfg).save_to(str(tmp_path / "critic.nemo"))
+    policy, critic = tmp_path / "policy.nemo", tmp_path / "critic.nemo"
+    merged = "model.regression.merge_attributes=True"
+    weights = "model.regression.attribute_weights=[2.0]"  # of one attribute, not merged
+    with socket.socket() as taken, contextlib.ExitStack() as stack:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        busy = taken.getsockname()[1]
+        cases = [
+            (policy, None, [], ["policy.nemo holds no head", "train_reward_model.py"]),
+            (critic, None, [], ["model.output_sequence=True", "serve a reward model"]),
+            (rm_file, busy, [], [f"127.0.0.1:{busy}", "inference.port"]),
+            (rm_file, None, [weights], ["attribute_weights=[2.0]", merged]),
+            (regression, None, ["inference.rewards_per=token"], ["2 attributes", merged]),
+        ]
+        jobs = []
+        for i, (path, port, extra, words) in enumerate(cases):
+            job = reward_server(path, tmp_path / str(i), port or find_free_port(), *extra)
+            jobs.append((stack.enter_context(job), words))
+        for job, words in jobs:
+            assert job.wait(150) == ExitCode.USER_ERROR
+            message = job.log.split("ERROR: ")[-1]
+            assert all(word in message for word in words), job.log[-2000:]
+            assert "Traceback" not in job.log
 
 
 def test_clients_that_name_their_tokenizer_and_others_at_once(port, model, tiny_tokenizer):
@@ -242,135 +300,12 @@ def test_clients_that_name_their_tokenizer_and_others_at_once(port, model, tiny_
         np.testing.assert_allclose(answer.result()["rewards"], direct(model, rows), **TOLERANCE)
 
 
-# ---- two ranks ----
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    "launcher, tp, strip",
-    [("python", 1, 4), ("torchrun", 2, "null")],
-    ids=["python-dp2", "torchrun-tp2"],
-)
-def test_two_ranks_give_the_same_scores_and_end_clean(
-    rm_file, model, tmp_path, launcher, tp, strip
-):
-    port = find_free_port()
-    extra = [
-        f"++model.tensor_model_parallel_size={tp}",
-        f"inference.strip_sequence_length_to_multiple={strip}",
-        "inference.inference_micro_batch_size=[2,4]",
-    ]
-    with reward_server(rm_file, tmp_path / "two", port, 2, launcher, *extra) as job:
-        wait_until_serving(job)
-        assert_scores_are_direct(port, model)
-        assert_ended_well(job, job.stop())
-        until_the_end, closed, _ = job.log.partition(f"closed port {port}")
-        assert (
-            closed and "Traceback" not in until_the_end
-        )  # torchrun itself shows one for a SIGTERM, afterwards
-
-
-# ---- other models, and what cannot be served ----
-
-
-@pytest.fixture(scope="module")
-def regression(tiny_tokenizer_dir, tmp_path_factory):
-    """A regression model of two attributes, random weights, and its file; it gives both
-    numbers.
-    """
-    from nemo_aligner.models.nlp.gpt.megatron_gpt_regression_reward_model import (
-        MegatronGPTRegressionRewardModel,
-    )
-
-    config = {"num_attributes": 2, "merge_attributes": False}
-    model = MegatronGPTRegressionRewardModel(
-        tiny_config(tiny_tokenizer_dir, seed=5, reward_model_type="regression", regression=config)
-    )
-    model.prepare_for_inference()
-    path = tmp_path_factory.mktemp("regression") / "rm.nemo"
-    model.save_to(str(path))
-    return model, path
-
-
-@pytest.mark.full
-def test_attributes_are_served_as_their_weighted_sum(regression, tmp_path):
-    model, path = regression
-    port = find_free_port()
-    extra = [
-        "model.regression.merge_attributes=True",
-        "model.regression.attribute_weights=[0.7,-2.0]",
-    ]
-    with reward_server(path, tmp_path / "merged", port, 1, "python", *extra) as job:
-        wait_until_serving(job)
-        rows = make_rows(5, seed=4)
-        scores = torch.cat([model.infer((row[None], torch.tensor([len(row)]))) for row in rows])
-        assert scores.shape == (5, 2)
-        answer = ask(port, **request(rows, 48, fill=1))
-        np.testing.assert_allclose(
-            answer["rewards"], scores.numpy() @ np.array([[0.7], [-2.0]]), **TOLERANCE
-        )
-        assert_ended_well(job, job.stop())
-
-
-def test_what_cannot_be_served_is_one_clear_error(
-    regression, rm_file, tiny_tokenizer_dir, tmp_path
-):
-    """Tokens of several attributes; a language model; a critic; a port in use. All at once, to
-    save their starts.
-    """
-    from nemo_aligner.models.nlp.gpt.megatron_gpt_critic import MegatronGPTCriticModel
-    from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
-
-    MegatronGPTModel(tiny_config(tiny_tokenizer_dir)).save_to(str(tmp_path / "policy.nemo"))
-    MegatronGPTCriticModel(tiny_config(tiny_tokenizer_dir, output_sequence=True)).save_to(
-        str(tmp_path / "critic.nemo")
-    )
-    with socket.socket() as taken, contextlib.ExitStack() as stack:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        busy = taken.getsockname()[1]
-        cases = [
-            (
-                tmp_path / "policy.nemo",
-                find_free_port(),
-                ["policy.nemo holds no head", "train_reward_model.py"],
-            ),
-            (
-                tmp_path / "critic.nemo",
-                find_free_port(),
-                ["model.output_sequence=True", "serve a reward model"],
-            ),
-            (rm_file, busy, [f"127.0.0.1:{busy}", "inference.port"]),
-        ]
-        jobs = [
-            (stack.enter_context(reward_server(path, tmp_path / str(i), port)), words)
-            for i, (path, port, words) in enumerate(cases)
-        ]
-        weights = (
-            "model.regression.attribute_weights=[2.0]"  # of a model with one attribute, not merged
-        )
-        job = stack.enter_context(
-            reward_server(rm_file, tmp_path / "w", find_free_port(), 1, "python", weights)
-        )
-        jobs.append((job, ["attribute_weights=[2.0]", "model.regression.merge_attributes=True"]))
-        per_token = "inference.rewards_per=token"
-        job = stack.enter_context(
-            reward_server(regression[1], tmp_path / "t", find_free_port(), 1, "python", per_token)
-        )
-        jobs.append((job, ["2 attributes", "model.regression.merge_attributes=True"]))
-        for job, words in jobs:
-            assert job.wait(150) == ExitCode.USER_ERROR
-            message = job.log.split("ERROR: ")[-1]
-            assert all(word in message for word in words), job.log[-2000:]
-            assert "Traceback" not in job.log
-
-
 @pytest.mark.full
 def test_a_name_of_its_own_and_standardized_rewards(rm_file, model, tmp_path):
     port = find_free_port()
     standard = "{enable: True, mean: 0.5, std: 2.0}"
     extra = ["inference.model_name=helpfulness", f"model.reward_standardization={standard}"]
-    with reward_server(rm_file, tmp_path / "named", port, 1, "python", *extra) as job:
+    with reward_server(rm_file, tmp_path / "named", port, *extra) as job:
         wait_until_serving(job)
         rows = make_rows(4, seed=3)
         answer = ask(port, "helpfulness", **request(rows))

@@ -1,7 +1,8 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Rejection sampling from end to end: the real actor script against real reward-model servers, in
-their own processes, at several splits; resumed; and with servers that are killed and come back.
+"""Rejection sampling and REINFORCE from end to end: the real actor scripts against real
+reward-model servers, in their own processes; resumed; and with servers that are killed and come
+back.
 """
 
 import contextlib
@@ -15,61 +16,54 @@ from nemo_aligner.servers.ports import find_free_port
 from tests.functional.jobs import (
     ScriptJob,
     assert_ended_well,
+    assert_same_metrics,
+    must_end_well,
     read_metrics,
     reward_server,
     rollout_options,
     wait_until_serving,
 )
-from tests.functional.test_ppo_job import inputs  # noqa: F401  (a fixture)
 from tests.patience import Deadline
 
 pytestmark = pytest.mark.timeout(600)  # several processes; their own limits are shorter
 
-# What must not depend on how the work is split, nor on which server scored what. Log-probs and
-# rewards go through sums of another order, so the numbers agree to rounding.
-COMPARED = [
-    "train_rollouts/global_rewards",
-    "train_rollouts/selected_rewards",
-    "train_rollouts/global_response_lengths_mean",
-    "train_rollouts/global_prompt_lengths",
-    "train_rollouts/consumed_samples",
-    "train_optim/loss",
-    "train_optim/grad_norm",
-    "train_optim/lr",
-    "val_rollouts/global_rewards",
-]
+# What must not depend on which server scored what.
+COMPARED = ["train_rollouts/global_rewards", "train_rollouts/selected_rewards"]
+COMPARED += ["train_rollouts/global_response_lengths_mean", "train_rollouts/global_prompt_lengths"]
+COMPARED += ["train_rollouts/consumed_samples", "train_optim/loss", "train_optim/grad_norm"]
+COMPARED += ["train_optim/lr", "val_rollouts/global_rewards"]
 
 
-def actor(
-    inputs,  # noqa: F811
-    folder,
-    port,
-    ranks=1,
-    launcher="python",
-    *extra,
-    script="train_gpt_rs_actor.py",
-):
+SCRIPTS = {"rs": "train_gpt_rs_actor.py", "reinforce": "train_gpt_reinforce_actor.py"}
+LORA = ["model.peft.peft_scheme=lora", "model.peft.lora_tuning.adapter_dim=4"]
+OPTIONS = {
+    "rs": [
+        "trainer.rs.max_steps=3",
+        "trainer.rs.val_check_interval=3",
+        "model.global_batch_size=4",
+        "model.optim.sched.warmup_steps=1",
+        "model.rs.num_rollouts_per_prompt=3",
+        "model.rs.top_n_rollouts=2",
+    ],
+    "reinforce": [
+        "trainer.reinforce.val_check_interval=2",
+        "trainer.reinforce.num_rollouts_per_prompt=3",
+        "trainer.reinforce.initial_policy_kl_penalty=0.1",
+        "model.global_batch_size=12",
+        "model.optim.sched.name=constant",
+    ],
+}
+
+
+def actor(inputs, folder, port, *extra, kind="rs", ranks=1, script=None):
     folder.mkdir(exist_ok=True)
-    return ScriptJob(
-        script,
-        folder / "actor.log",
-        [
-            *rollout_options(inputs, folder, "rs", port),
-            "trainer.rs.max_steps=3",
-            "trainer.rs.val_check_interval=3",
-            "model.global_batch_size=4",
-            "model.optim.sched.warmup_steps=1",
-            "model.rs.num_rollouts_per_prompt=3",
-            "model.rs.top_n_rollouts=2",
-            *extra,
-        ],
-        ranks,
-        launcher,
-    )
+    script = script or SCRIPTS[kind]
+    options = [*rollout_options(inputs, folder, kind, port), *OPTIONS[kind], *extra]
+    return ScriptJob(script, folder / "actor.log", options, ranks)
 
 
 @pytest.fixture(scope="module")
-def server_port(inputs):  # noqa: F811
+def server_port(inputs):
     """Port of a reward-model server of one rank, which serves all jobs of this module, one after
     the other.
     """
@@ -81,29 +75,16 @@ def server_port(inputs):  # noqa: F811
 
 
 @pytest.fixture(scope="module")
-def single(inputs, server_port):  # noqa: F811
+def single(inputs, server_port):
     """Folder of three steps with one rank each."""
     folder = inputs / "rs-single"
-    with actor(inputs, folder, server_port) as job:
-        assert_ended_well(job, job.wait())
+    must_end_well(actor(inputs, folder, server_port))
     return folder
 
 
 def validation_samples(folder):
-    return [
-        (sample["prompt"], sample["response"])
-        for sample in map(json.loads, (folder / "actor/val_samples.jsonl").open())
-    ]
-
-
-def assert_same_run(folder, expected_folder):
-    for key in COMPARED:
-        expected, values = (
-            read_metrics(expected_folder / "actor", key),
-            read_metrics(folder / "actor", key),
-        )
-        assert len(expected) and values == pytest.approx(expected, rel=1e-4, abs=1e-5), key
-    assert validation_samples(folder) == validation_samples(expected_folder)
+    samples = map(json.loads, (folder / "actor/val_samples.jsonl").open())
+    return [(sample["prompt"], sample["response"]) for sample in samples]
 
 
 def test_a_run_trains_saves_and_counts_prompts(single):
@@ -119,46 +100,34 @@ def test_a_run_trains_saves_and_counts_prompts(single):
     assert all(best > mean for best, mean in zip(kept, means, strict=True))
     assert all(seconds > 0 for seconds in read_metrics(metrics, "speed/generate_tokens_per_s"))
     names = sorted(path.name for path in (metrics / "checkpoints").iterdir())
-    assert any(
-        name.startswith(
-            "megatron_gpt-step=3-consumed_samples=12-rs_optimization_step=6-epoch=0-val_global_rewards="
-        )
-        for name in names
-    ), names
+    first = "megatron_gpt-step=3-consumed_samples=12-rs_optimization_step=6-epoch=0-val_global_re"
+    assert any(name.startswith(first) for name in names), names
     assert "megatron_gpt_rs_actor.nemo" in names
-    samples = [
-        json.loads(line) for line in (metrics / "val_samples.jsonl").read_text().splitlines()
-    ]
-    assert len(samples) == 4 and set(samples[0]) >= {
-        "step",
-        "prompt",
-        "response",
-        "reward",
-        "is_end",
-    }
+    samples = [json.loads(line) for line in (metrics / "val_samples.jsonl").open()]
+    assert len(samples) == 4
+    assert set(samples[0]) >= {"step", "prompt", "response", "reward", "is_end"}
 
 
 @pytest.mark.full
-def test_the_same_command_resumes(inputs, server_port, tmp_path):  # noqa: F811
+@pytest.mark.parametrize("kind, lora", [("rs", []), ("reinforce", []), ("reinforce", LORA)])
+def test_the_same_command_resumes(inputs, server_port, tmp_path, kind, lora):
     """Two steps, then the same command with four: as four uninterrupted ones, to the bit; the rate
     is constant.
     """
-    for name, limits in (("whole", [4]), ("parts", [2, 4])):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    own = [*lora, f"trainer.{kind}.val_check_interval=2", "model.optim.sched.name=constant"]
+    for folder, limits in ((whole, [4]), (parts, [2, 4])):
         for limit in limits:
-            extra = [
-                f"trainer.rs.max_steps={limit}",
-                "trainer.rs.val_check_interval=2",
-                "model.optim.sched.name=constant",
-            ]
-            with actor(inputs, tmp_path / name, server_port, 1, "python", *extra) as job:
-                assert_ended_well(job, job.wait())
-    for key in COMPARED:
-        whole, parts = (
-            read_metrics(tmp_path / name / "actor", key) for name in ("whole", "parts")
-        )
-        assert len(whole) >= 2 and parts == whole, key
-    parts, whole = (validation_samples(tmp_path / name) for name in ("parts", "whole"))
-    assert parts[-4:] == whole[-4:]
+            extra = [*own, f"trainer.{kind}.max_steps={limit}"]
+            must_end_well(actor(inputs, folder, server_port, *extra, kind=kind))
+    assert_same_metrics(parts / "actor", whole / "actor")
+    assert validation_samples(parts)[-4:] == validation_samples(whole)[-4:]
+    if kind == "reinforce":
+        kl = read_metrics(whole / "actor", "train_rollouts/init_policy_kl")
+        assert len(kl) == 4 and kl[0] == 0 and all(kl[1:])
+        sizes = read_metrics(whole / "actor", "train_rollouts/rollout_size")
+        assert sizes == [12] * 4
+        assert (whole / "actor/checkpoints/megatron_gpt_reinforce_actor.nemo").exists()
 
 
 # ------------------------------------------------------------------------------ a fleet of servers
@@ -174,53 +143,40 @@ def wait_for(condition, job, what, timeout_s=90.0):
 
 def steps_done(folder):
     file = folder / "actor" / "metrics.jsonl"
-    return (
-        len(read_metrics(folder / "actor", "train_rollouts/global_rewards"))
-        if file.exists()
-        else 0
-    )
+    name = "train_rollouts/global_rewards"
+    return len(read_metrics(folder / "actor", name)) if file.exists() else 0
 
 
 @pytest.mark.full
-def test_servers_that_are_killed_and_come_back_change_nothing(inputs, server_port, tmp_path):  # noqa: F811
+def test_servers_that_are_killed_and_come_back_change_nothing(inputs, server_port, tmp_path):
     """A fleet of two. One is killed with requests in flight, and comes back; then the other one is
     killed for good.
     """
     steps = "trainer.rs.max_steps=12", "trainer.rs.val_check_interval=12"
     undisturbed, fleet = tmp_path / "undisturbed", tmp_path / "fleet"
-    with actor(inputs, undisturbed, server_port, 1, "python", *steps) as job:
-        assert_ended_well(job, job.wait(240))
+    must_end_well(actor(inputs, undisturbed, server_port, *steps))
 
     ports = find_free_port(), find_free_port()
-    addresses = (
-        "remote_rm.host=null",
-        "remote_rm.port=null",
-        "remote_rm.reward_model.ip=127.0.0.1",
-        f"remote_rm.reward_model.port=[{ports[0]},{ports[1]}]",
-    )
+    addresses = ["remote_rm.host=null", "remote_rm.port=null"]
+    addresses += ["remote_rm.reward_model.ip=127.0.0.1"]
+    addresses.append(f"remote_rm.reward_model.port=[{ports[0]},{ports[1]}]")
 
     def start(port, name):
         # A request waits a second for company in the server, so there is always one in flight when
         # a server is killed.
-        slow = (
-            "inference.max_queue_delay_microseconds=1000000",
-            "inference.inference_micro_batch_size=64",
-        )
-        return reward_server(inputs / "rm.nemo", tmp_path / name, port, 1, "python", *slow)
+        slow = ["inference.max_queue_delay_microseconds=1000000"]
+        slow.append("inference.inference_micro_batch_size=64")
+        return reward_server(inputs / "rm.nemo", tmp_path / name, port, *slow)
 
     with contextlib.ExitStack() as first, contextlib.ExitStack() as second:
-        servers = (
-            first.enter_context(start(ports[0], "first")),
-            second.enter_context(start(ports[1], "second")),
-        )
+        stacks = zip((first, second), ports, ("first", "second"))
+        servers = [stack.enter_context(start(port, name)) for stack, port, name in stacks]
         for server in servers:
             wait_until_serving(server)
-        with actor(inputs, fleet, ports[0], 1, "python", *steps, *addresses) as job:
+        with actor(inputs, fleet, ports[0], *steps, *addresses) as job:
             wait_for(lambda: steps_done(fleet) >= 2, job, "two steps")
             first.close()  # SIGKILL to all of its processes
-            wait_for(
-                lambda: f":{ports[0]} is left out" in job.log, job, "the first server's absence"
-            )
+            wait_for(lambda: f":{ports[0]} is left out" in job.log, job, "the first's absence")
             alone = steps_done(fleet)
             wait_for(lambda: steps_done(fleet) >= alone + 2, job, "two steps with one server")
             # However long a server takes to start on this machine, the run is not over by then.
@@ -228,13 +184,12 @@ def test_servers_that_are_killed_and_come_back_change_nothing(inputs, server_por
             process.suspend()
             wait_until_serving(first.enter_context(start(ports[0], "again")))
             process.resume()
-            wait_for(
-                lambda: f"back: reward_model at 127.0.0.1:{ports[0]}" in job.log, job, "its return"
-            )
+            back = f"back: reward_model at 127.0.0.1:{ports[0]}"
+            wait_for(lambda: back in job.log, job, "its return")
             second.close()
-            assert steps_done(fleet) <= 10, (
-                "the run was nearly over when the first server came back"
-            )
+            assert steps_done(fleet) <= 10, "nearly over when the first server came back"
             assert_ended_well(job, job.wait(300))
             assert f":{ports[1]} is left out" in job.log, job.log[-4000:]
-    assert_same_run(fleet, undisturbed)
+    # Rewards go through sums of another order.
+    assert_same_metrics(fleet / "actor", undisturbed / "actor", COMPARED, rel=1e-4, abs=1e-5)
+    assert validation_samples(fleet) == validation_samples(undisturbed)

@@ -40,12 +40,9 @@ class TritonPythonModel:
     def execute(self, requests):
         return []
 """
-INFER = {
-    "inputs": [
-        {"name": "tokens", "shape": [1, 2], "datatype": "INT64", "data": [1, 2]},
-        {"name": "sequence_lengths", "shape": [1, 1], "datatype": "INT64", "data": [2]},
-    ]
-}
+TOKENS = {"name": "tokens", "shape": [1, 2], "datatype": "INT64", "data": [1, 2]}
+LENGTHS = {"name": "sequence_lengths", "shape": [1, 1], "datatype": "INT64", "data": [2]}
+INFER = {"inputs": [TOKENS, LENGTHS]}
 
 
 TOKEN = "0123456789abcdef"
@@ -99,12 +96,9 @@ def family(job):
 
 def listening_ports(job):
     """Ports on which any process of the job takes connections, by address."""
-    return {
-        (connection.laddr.ip, connection.laddr.port)
-        for process in family(job)
-        for connection in process.net_connections("tcp")
-        if connection.status == psutil.CONN_LISTEN
-    }
+    connections = [each for process in family(job) for each in process.net_connections("tcp")]
+    listening = [each for each in connections if each.status == psutil.CONN_LISTEN]
+    return {(each.laddr.ip, each.laddr.port) for each in listening}
 
 
 def http_ports(job):
@@ -113,10 +107,8 @@ def http_ports(job):
 
     def replies(port):
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=2)
-        with (
-            contextlib.closing(connection),
-            contextlib.suppress(OSError, http.client.HTTPException),
-        ):
+        quiet = contextlib.suppress(OSError, http.client.HTTPException)
+        with contextlib.closing(connection), quiet:
             connection.request("GET", "/v2/health/live")
             return connection.getresponse().status
         return None
@@ -194,12 +186,8 @@ os.setgid(65534)
 os.setuid(65534)
 socket.socket(socket.AF_UNIX).connect(sys.argv[1])
 """
-    result = subprocess.run(
-        [sys.executable, "-c", code, str(directory / "http")],
-        capture_output=True,
-        text=True,
-        timeout=patience(30),
-    )
+    command = [sys.executable, "-c", code, str(directory / "http")]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=patience(30))
     assert "PermissionError" in result.stderr, result.stderr
 
 
@@ -231,9 +219,8 @@ def held(job):
 
 def infer_request(rows, token=1):
     tokens = np.full((rows, 8), token)
-    return InferRequest(
-        "critic_infer", {"tokens": tokens, "sequence_lengths": np.full((rows, 1), 8)}
-    )
+    lengths = np.full((rows, 1), 8)
+    return InferRequest("critic_infer", {"tokens": tokens, "sequence_lengths": lengths})
 
 
 def send(job, request, limit_s=60):
@@ -300,9 +287,8 @@ def train_request(request_id=b"update", returns=1.0):
     return InferRequest("critic_train", {**tokens, **numbers})
 
 
-SAVE = InferRequest(
-    "critic_save", {"dummy_var": np.zeros(1, np.int64), "actor_step": np.array([99])}
-)
+STEP = {"dummy_var": np.zeros(1, np.int64), "actor_step": np.array([99])}
+SAVE = InferRequest("critic_save", STEP)
 
 
 def test_strangers_neither_train_nor_save(job, monkeypatch):

@@ -28,7 +28,6 @@ from tests.functional.nemo_aligner_server import (
     initial_weights,
 )
 from tests.functional.test_critic_server import client_config, make_training_data
-from tests.functional.test_ppo_job import inputs  # noqa: F401  (a fixture)
 from tests.functional.triton_process import TritonProcess
 
 pytestmark = pytest.mark.timeout(600)
@@ -111,11 +110,10 @@ class TorchCritic:
 
 def rollout(rows=3, width=7):
     generator = torch.Generator().manual_seed(rows)
-    return {
-        "response_tokens": torch.randint(1, 28, (rows, width), generator=generator),
-        "response_lengths": torch.randint(3, width + 1, (rows,), generator=generator),
-        "prompt_lengths": torch.ones(rows).long(),
-    }
+    tokens = torch.randint(1, 28, (rows, width), generator=generator)
+    lengths = torch.randint(3, width + 1, (rows,), generator=generator)
+    prompts = torch.ones(rows).long()
+    return {"response_tokens": tokens, "response_lengths": lengths, "prompt_lengths": prompts}
 
 
 def test_a_critic_of_nemo_aligner_scores_trains_and_saves(critic, warnings):
@@ -142,10 +140,9 @@ def test_a_critic_of_nemo_aligner_scores_trains_and_saves(critic, warnings):
         assert_scores()
         data = make_training_data(rows=6, width=9)  # updates of 4 and 2 samples
         training = {"response_tokens": data["tokens"], "values": data["prev_values"], **data}
-        losses = [
-            mirror.update(*(data[name][rows] for name in ("tokens", "returns", "mask")))
-            for rows in (slice(0, 4), slice(4, 6))
-        ]
+        names, halves = ("tokens", "returns", "mask"), (slice(0, 4), slice(4, 6))
+        batches = [[data[name][rows] for name in names] for rows in halves]
+        losses = [mirror.update(*batch) for batch in batches]
         assert client.train(training).result() == pytest.approx(losses[-1], rel=1e-4)
         assert_scores()
         assert client.save(actor_step=3).result() == 0
@@ -176,9 +173,8 @@ def test_the_reward_server_of_the_docs_scores_any_number_of_samples(reward_serve
     """It takes four samples at once, PyTriton's default: ten go in three requests."""
     batch = rollout(rows=10)
     batch["response_tokens"][::2, :4] = COUNTED
-    with contextlib.closing(
-        RemoteGPTRMClient(remote_rm(reward_server.port), TinyTokenizer)
-    ) as client:
+    client = RemoteGPTRMClient(remote_rm(reward_server.port), TinyTokenizer)
+    with contextlib.closing(client) as client:
         rewards = client.infer_rm(batch).scores().rewards
     expected = [
         float(sum(int(token) == COUNTED for token in row[:length]))
@@ -193,27 +189,19 @@ def lines_of(job, text):
 
 
 def separate(reward_server):
-    return [
-        "remote_critic_rm.combine_rm_and_critic_server=False",
-        "remote_critic_rm.reward_model.ip=127.0.0.1",
-        f"remote_critic_rm.reward_model.port={reward_server.port}",
-    ]
+    own = "ip=127.0.0.1", f"port={reward_server.port}"
+    own = [f"remote_critic_rm.reward_model.{setting}" for setting in own]
+    return ["remote_critic_rm.combine_rm_and_critic_server=False", *own]
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("combined, ranks", [(True, 1), (False, 2)])
-def test_ppo_runs_against_a_critic_of_nemo_aligner(
-    inputs,  # noqa: F811
-    tmp_path,
-    reward_server,
-    combined,
-    ranks,
-):
+def test_ppo_runs_with_a_critic_of_nemo_aligner(inputs, tmp_path, reward_server, combined, ranks):
     """Rewards from the critic, or from the server of the docs with two data-parallel ranks."""
     with NeMoAlignerCritic(combined) as server:
         server.wait_until_ready()
         extra = [] if combined else separate(reward_server)
-        with test_ppo_job.actor(inputs, tmp_path, server.port, ranks, "python", *extra) as job:
+        with test_ppo_job.actor(inputs, tmp_path, server.port, *extra, ranks=ranks) as job:
             assert_ended_well(job, job.wait(240))
             assert len(lines_of(job, "has no endpoint 'critic_status'")) == 1
         sent = [endpoint for endpoint, _ in server.requests()]
@@ -225,15 +213,10 @@ def test_ppo_runs_against_a_critic_of_nemo_aligner(
 
 
 @pytest.mark.full
-def test_rejection_sampling_runs_against_the_reward_server_of_the_docs(
-    inputs,  # noqa: F811
-    tmp_path,
-    reward_server,
-):
-    folder = tmp_path / "rs"
-    with test_rs_job.actor(inputs, folder, reward_server.port) as job:
+def test_rejection_sampling_runs_with_the_server_of_the_docs(inputs, tmp_path, reward_server):
+    with test_rs_job.actor(inputs, tmp_path, reward_server.port) as job:
         assert_ended_well(job, job.wait(240))
         assert len(lines_of(job, "has no input 'tokenizer'")) == 1
-    assert len(read_metrics(folder / "actor", "train_optim/loss")) == 6
-    samples = [json.loads(line) for line in (folder / "actor/val_samples.jsonl").open()]
+    assert len(read_metrics(tmp_path / "actor", "train_optim/loss")) == 6
+    samples = [json.loads(line) for line in (tmp_path / "actor/val_samples.jsonl").open()]
     assert samples and all(sample["reward"] == int(sample["reward"]) for sample in samples)

@@ -28,23 +28,17 @@ import pytest
 
 from nemo_aligner.core.endings import ExitCode
 from nemo_aligner.servers.ports import find_free_port
-from tests.functional.jobs import ROOT, assert_ended_well, metric_names, read_metrics
-from tests.functional.test_ppo_job import actor, critic, inputs  # noqa: F401  (a fixture)
+from tests.functional.jobs import ROOT, assert_ended_well, assert_same_metrics, read_metrics
+from tests.functional.test_ppo_job import actor, critic
 from tests.patience import patience, wait_until
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "sinfo", "squeue", "scontrol", "scancel")
 PATHS = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
 MISSING = [name for name in PROGRAMS if shutil.which(name, path=PATHS) is None]
 
-pytestmark = [
-    pytest.mark.full,
-    pytest.mark.timeout(1200),
-    pytest.mark.skipif(
-        bool(MISSING),
-        reason=f"needs Slurm; {', '.join(MISSING)} not found (on Debian: slurmctld, slurmd, "
-        "slurm-client, munge)",
-    ),
-]
+HINT = f"needs Slurm; {', '.join(MISSING)} not found (on Debian: slurmctld, slurmd, slurm-client, "
+NO_SLURM = pytest.mark.skipif(bool(MISSING), reason=f"{HINT}munge)")
+pytestmark = [pytest.mark.full, pytest.mark.timeout(1200), NO_SLURM]
 
 NODES = ("127.0.0.1", "127.0.0.2")
 # What stands for GPUs: Slurm wants devices of their own, and never opens them here.
@@ -96,21 +90,12 @@ class Slurm:
             (folder / name).mkdir(mode=0o755)
         (folder / "gres.conf").write_text("".join(f"Name=gpu File={d}\n" for d in DEVICES))
         host = socket.gethostname().partition(".")[0]
-        nodes = "\n".join(
-            f"NodeName={node} NodeAddr={node} NodeHostname={host} Port={find_free_port()} CPUs=8 "
-            "RealMemory=1000 Gres=gpu:8"
-            for node in NODES
-        )
-        (folder / "slurm.conf").write_text(
-            CONFIGURATION.format(
-                host=host,
-                port=find_free_port(),
-                user=pwd.getpwuid(os.getuid()).pw_name,
-                folder=folder,
-                nodes=nodes,
-                send_user_signal=self._send_user_signal(),
-            )
-        )
+        node = "NodeName={0} NodeAddr={0} NodeHostname={1} Port={2} CPUs=8 RealMemory=1000"
+        node += " Gres=gpu:8"
+        nodes = "\n".join(node.format(address, host, find_free_port()) for address in NODES)
+        names = {"host": host, "nodes": nodes, "user": pwd.getpwuid(os.getuid()).pw_name}
+        names |= {"port": find_free_port(), "send_user_signal": self._send_user_signal()}
+        (folder / "slurm.conf").write_text(CONFIGURATION.format(folder=folder, **names))
         key = folder / "munge" / "key"
         key.touch(mode=0o600)
         key.write_bytes(secrets.token_bytes(128))
@@ -121,25 +106,17 @@ class Slurm:
         found = re.search(r"(\d+)\.(\d+)", self.ask("slurmctld", "-V"))
         assert found is not None
         new = (int(found[1]), int(found[2])) >= (23, 2)
-        return (
-            "PreemptParameters=send_user_signal"
-            if new
-            else "SlurmctldParameters=preempt_send_user_signal"
-        )
+        key = "PreemptParameters=" if new else "SlurmctldParameters=preempt_"
+        return f"{key}send_user_signal"
 
     def __enter__(self) -> "Slurm":
         munge = self.folder / "munge"
         try:
-            self._start(
-                "munged",
-                "--foreground",
-                "--force",
-                f"--key-file={munge}/key",
-                f"--socket={munge}/socket",
-                f"--pid-file={munge}/pid",
-                f"--seed-file={munge}/seed",
-                f"--log-file={munge}/log",
-            )
+            files = {"key-file": "key", "socket": "socket", "pid-file": "pid", "seed-file": "seed"}
+            files = [
+                f"--{key}={munge}/{name}" for key, name in (files | {"log-file": "log"}).items()
+            ]
+            self._start("munged", "--foreground", "--force", *files)
             wait_until((munge / "socket").exists, 20, self.logs)
             self._start("slurmctld", "-D")
             for node in NODES:
@@ -152,11 +129,8 @@ class Slurm:
 
     def _start(self, *command: str) -> None:
         with (self.folder / "daemons.log").open("ab") as log:
-            self._daemons.append(
-                subprocess.Popen(
-                    command, env=self.env, stdout=log, stderr=log, stdin=subprocess.DEVNULL
-                )
-            )
+            streams = {"stdout": log, "stderr": log, "stdin": subprocess.DEVNULL}
+            self._daemons.append(subprocess.Popen(command, env=self.env, **streams))
 
     def __exit__(self, *_exc: object) -> None:
         # Where it did not come up, nobody answers.
@@ -217,9 +191,8 @@ class Slurm:
     def logs(self) -> str:
         """The ends of all logs."""
         files = [*self.folder.glob("*.log"), *self.folder.glob("*/*.log")]
-        return "\n".join(
-            f"--- {file}\n{file.read_text(errors='replace')[-3000:]}" for file in files
-        )
+        ends = {file: file.read_text(errors="replace")[-3000:] for file in files}
+        return "\n".join(f"--- {file}\n{end}" for file, end in ends.items())
 
 
 @pytest.fixture
@@ -241,47 +214,28 @@ def words_of(job) -> list[str]:
     return [word for word in job.overrides if not any(part in word for part in own)]
 
 
-def test_ppo_is_queued_again_and_ends_with_the_same_numbers(
-    inputs,  # noqa: F811
-    slurm,
-    tmp_path,
-):
+def test_ppo_is_queued_again_and_ends_with_the_same_numbers(inputs, slurm, tmp_path):
     letters = f"[{','.join(string.ascii_lowercase)}]"
-    more = [
-        "trainer.devices=1",
-        "trainer.num_nodes=1",
-        "exp_manager.checkpoint_callback_params.save_nemo_on_train_end=False",
-    ]
-    actor_more = [
-        *more,
-        f"trainer.ppo.max_steps={STEPS}",
-        "trainer.ppo.max_epochs=20",
-        "trainer.ppo.val_check_interval=0",
-        "trainer.ppo.save_interval=10",
-        f"model.ppo.sampling_params.end_strings={letters}",
-    ]
+    more = ["trainer.devices=1", "trainer.num_nodes=1"]
+    more.append("exp_manager.checkpoint_callback_params.save_nemo_on_train_end=False")
+    limits = {"max_steps": STEPS, "max_epochs": 20, "val_check_interval": 0, "save_interval": 10}
+    actor_more = [*more, *(f"trainer.ppo.{key}={value}" for key, value in limits.items())]
+    actor_more.append(f"model.ppo.sampling_params.end_strings={letters}")
     critic_more = [*more, "trainer.ppo.max_steps=1000"]
     whole, port = tmp_path / "whole", find_free_port()
     with (
-        critic(inputs, whole, port, 1, "python", *critic_more) as server,
-        actor(inputs, whole, port, 1, "python", *actor_more) as job,
+        critic(inputs, whole, port, *critic_more) as server,
+        actor(inputs, whole, port, *actor_more) as job,
     ):
         assert_ended_well(job, job.wait(patience(150)))
         assert_ended_well(server, server.stop())
         actor_words, critic_words = words_of(job), words_of(server)
 
     results = tmp_path / "results"
-    variables = {
-        "REPO": str(ROOT),
-        "PYTHON": sys.executable,
-        "RESULTS": str(results),
-        "PORT": str(find_free_port()),
-        "MASTER_PORT": str(find_free_port()),
-        "DEVICES": "1",
-        "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-    }
+    variables = {"REPO": str(ROOT), "PYTHON": sys.executable, "RESULTS": str(results)}
+    variables |= {"PORT": str(find_free_port()), "MASTER_PORT": str(find_free_port())}
+    variables |= {"DEVICES": "1", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    variables |= {"TOKENIZERS_PARALLELISM": "false"}
     slurm.env |= variables
     one = ["--nodes=1", "--ntasks-per-node=1"]
     script = str(ROOT / "scripts" / "slurm" / "pair.sbatch")
@@ -296,9 +250,8 @@ def test_ppo_is_queued_again_and_ends_with_the_same_numbers(
 
     def steps() -> int:
         file = results / "actor" / "metrics.jsonl"
-        return (
-            len(read_metrics(results / "actor", "train_rollouts/rewards")) if file.exists() else 0
-        )
+        name = "train_rollouts/rewards"
+        return len(read_metrics(results / "actor", name)) if file.exists() else 0
 
     def wait_for_step(count: int) -> None:
         def is_there() -> bool:
@@ -319,9 +272,8 @@ def test_ppo_is_queued_again_and_ends_with_the_same_numbers(
 
     # Slurm pre-empts the job: SIGUSR1, so it saves.
     wait_for_step(2)
-    slurm.ask(
-        "sbatch", "--partition=high", "--nodes=2", "--exclusive", "--output=none", "--wrap=true"
-    )
+    high = "--partition=high", "--nodes=2", "--exclusive", "--output=none", "--wrap=true"
+    slurm.ask("sbatch", *high)
     wait_until((results / "actor" / "ending.json").exists, 100, output, 0.1)
     ending = json.loads((results / "actor" / "ending.json").read_text())
     assert (ending["code"], ending["reason"]) == (ExitCode.PRE_EMPTED, "SIGUSR1"), output()
@@ -330,12 +282,8 @@ def test_ppo_is_queued_again_and_ends_with_the_same_numbers(
 
     # The critic is killed, as the kernel does it when memory is short.
     wait_for_step(ending["step"] + 2)
-    critics = [
-        process
-        for process in slurm.processes()
-        if "serve_ppo_critic.py" in " ".join(process.cmdline())
-        and "python" in Path(process.exe()).name
-    ]
+    found = [p for p in slurm.processes() if "serve_ppo_critic.py" in " ".join(p.cmdline())]
+    critics = [process for process in found if "python" in Path(process.exe()).name]
     assert critics and steps() < STEPS, output()
     min(critics, key=lambda process: process.create_time()).kill()
     wait_for_restart(2)
@@ -348,8 +296,5 @@ def test_ppo_is_queued_again_and_ends_with_the_same_numbers(
     wait_until(has_ended, 200, output, 0.5)
     assert slurm.job(number)["ExitCode"] == "0:0"
     assert json.loads((results / "actor" / "ending.json").read_text())["step"] == STEPS
-    for folder in ("actor", "critic"):
-        for name in metric_names(whole / folder):
-            if "time" not in name:
-                found = read_metrics(results / folder, name)
-                assert found == read_metrics(whole / folder, name), (folder, name)
+    for side in ("actor", "critic"):
+        assert_same_metrics(results / side, whole / side)

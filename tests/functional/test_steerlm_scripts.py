@@ -4,8 +4,6 @@
 learns them; SteerLM 2.0 on two ranks, resumed.
 """
 
-import json
-
 import pytest
 import torch
 
@@ -19,19 +17,17 @@ from tests.functional.jobs import (
     read_metrics,
     reward_server,
     wait_until_serving,
+    write_lines,
 )
-from tests.functional.test_sft_rm_scripts import LORA, common, resume_from
+from tests.functional.test_sft_rm_scripts import LORA, must_resume_exactly, texts, training
 from tests.tiny_models import tiny_config
 from tests.unit.test_steerlm import conversation, run, write
 
 pytestmark = pytest.mark.timeout(300)
 CONTEXT = {"encoder_seq_length": 384, "max_position_embeddings": 384}
-CHAT = [
-    "model.data.chat=True",
-    "model.data.chat_prompt_tokens.system_turn_start='<extra_id_0>'",
-    "model.data.chat_prompt_tokens.turn_start='<extra_id_1>'",
-    "model.data.chat_prompt_tokens.label_start='<extra_id_2>'",
-]
+CHAT = ["model.data.chat=True", "model.data.chat_prompt_tokens.system_turn_start='<extra_id_0>'"]
+CHAT += ["model.data.chat_prompt_tokens.turn_start='<extra_id_1>'"]
+CHAT += ["model.data.chat_prompt_tokens.label_start='<extra_id_2>'"]
 
 
 @pytest.fixture(scope="module")
@@ -52,16 +48,9 @@ def attribute_model(tiny_tokenizer_dir, tmp_path_factory):
     )
 
     regression = {"num_attributes": len(ALL_STEERLM_ATTRIBUTES), "merge_attributes": False}
-    model = MegatronGPTRegressionRewardModel(
-        tiny_config(
-            tiny_tokenizer_dir,
-            seed=5,
-            reward_model_type="regression",
-            regression=regression,
-            force_head_dtype="float32",
-            **CONTEXT,
-        )
-    )
+    own = {"reward_model_type": "regression", "regression": regression, **CONTEXT}
+    cfg = tiny_config(tiny_tokenizer_dir, seed=5, force_head_dtype="float32", **own)
+    model = MegatronGPTRegressionRewardModel(cfg)
     head = model.unwrapped()[0].rm_head
     with torch.no_grad():
         head.weight.mul_(8.0)
@@ -74,26 +63,11 @@ def attribute_model(tiny_tokenizer_dir, tmp_path_factory):
 
 def train(script, base, data, log_dir, *overrides, **kwargs) -> ScriptJob:
     """Four updates."""
-    log_dir.mkdir(exist_ok=True)
-    return ScriptJob(
-        script,
-        log_dir.with_suffix(".log"),
-        [
-            *common(log_dir),
-            *CHAT,
-            f"model.restore_from_path={base}",
-            "model.encoder_seq_length=384",
-            f"model.data.train_ds.file_path={data}",
-            f"model.data.validation_ds.file_path={data}",
-            "model.data.train_ds.global_batch_size=4",
-            "model.data.train_ds.micro_batch_size=1",
-            "trainer.precision=32",
-            "trainer.sft.max_steps=4",
-            "trainer.sft.val_check_interval=2",
-            *overrides,
-        ],
-        **kwargs,
-    )
+    settings = [*CHAT, f"model.restore_from_path={base}", "model.encoder_seq_length=384"]
+    settings += [*texts(data, data), "model.data.train_ds.global_batch_size=4"]
+    settings += ["model.data.train_ds.micro_batch_size=1", "trainer.sft.max_steps=4"]
+    settings += ["trainer.sft.val_check_interval=2", *overrides]
+    return training(script, log_dir, *settings, **kwargs)
 
 
 def expected_label(model, text: str) -> str:
@@ -143,20 +117,14 @@ def scored(tmp_path_factory):
     """Prompts with two or three responses."""
     lines = []
     for n in range(18):
-        responses = [
-            {
-                "from": "Assistant",
-                "value": text,
-                "log(P(a|x,y))": -0.5 * k,
-                "log(P(y|x))": -30.0 - k,
-                "log(Q(y|a,x))": -30.5 + 0.3 * k,
-            }
-            for k, text in enumerate(["a joy", "is dull", "a sad film"][: 2 + n % 2])
-        ]
+        texts = ["a joy", "is dull", "a sad film"][: 2 + n % 2]
+        weights = lambda k: {"log(P(a|x,y))": -0.5 * k, "log(P(y|x))": -30.0 - k}
+        rated = [weights(k) | {"log(Q(y|a,x))": -30.5 + 0.3 * k} for k in range(len(texts))]
+        responses = [{"from": "Assistant", "value": t, **each} for t, each in zip(texts, rated)]
         turns = [{"from": "User", "value": f"the film {n}"}]
         lines.append({"prompt_turns": turns, "label": "quality:4", "responses": responses})
     path = tmp_path_factory.mktemp("scored") / "data.jsonl"
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_lines(path, lines)
     return path
 
 
@@ -165,17 +133,16 @@ def scored(tmp_path_factory):
 def test_steerlm2_on_two_data_parallel_ranks_learns_and_resumes_exactly(
     base, scored, tmp_path, options
 ):
-    sizes = ["model.steerlm2.micro_batch_size=2", "model.steerlm2.forward_micro_batch_size=3"]
-    options = [*options, *sizes, "model.hidden_dropout=0.1", "model.optim.lr=3e-3"]
-    must_succeed(train("train_steerlm2.py", base, scored, tmp_path / "whole", *options, ranks=2))
-    validation = read_metrics(tmp_path / "whole", "validation/distance")
-    assert validation[1] < validation[0]
-    assert len(read_metrics(tmp_path / "whole", "train/effective_responses")) == 4
-    assert (tmp_path / "whole" / "checkpoints" / "megatron_gpt_sft.nemo").is_file()
+    own = ["model.steerlm2.micro_batch_size=2", "model.steerlm2.forward_micro_batch_size=3"]
+    own += [*options, "model.hidden_dropout=0.1", "model.optim.lr=3e-3"]
 
-    resume_from(tmp_path / "whole", tmp_path / "again", lost_step=4)
-    must_succeed(train("train_steerlm2.py", base, scored, tmp_path / "again", *options, ranks=2))
-    for key in ("train/loss", "train/log_ratio", "train/grad_norm"):
-        again, whole = (read_metrics(tmp_path / name, key) for name in ("again", "whole"))
-        assert again == whole[2:]
-    assert read_metrics(tmp_path / "again", "validation/distance") == validation[1:]
+    def job(folder):
+        return train("train_steerlm2.py", base, scored, folder, *own, ranks=2)
+
+    whole = tmp_path / "whole"
+    must_succeed(job(whole))
+    validation = read_metrics(whole, "validation/distance")
+    assert validation[1] < validation[0]
+    assert len(read_metrics(whole, "train/effective_responses")) == 4
+    assert (whole / "checkpoints" / "megatron_gpt_sft.nemo").is_file()
+    must_resume_exactly(job, whole)

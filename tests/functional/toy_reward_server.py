@@ -15,7 +15,7 @@ import numpy as np
 
 from tests.functional.triton_process import TritonProcess, running_triton
 
-RAISE, NAN, WRONG_SHAPE, STOPPING, SLEEP = 901, 902, 903, 904, 905
+RAISE, NAN, SLEEP = 901, 902, 905
 
 
 def expected_rewards(tokens, lengths, prompts=None, scale=1.0):
@@ -36,15 +36,10 @@ def serve(port: int, scale: float, delay_s: float, count_file: str, endpoint_nam
 
     from nemo_aligner.servers.schema import reward_model_endpoint, triton_tensors
 
-    class ServerStoppingError(RuntimeError):
-        """As server_loop.py raises it."""
-
     def infer(tokens, sequence_lengths, prompt_lengths=None):
         first = set(tokens[:, 0].tolist())
         if RAISE in first:
             raise ArithmeticError("the toy met a token it cannot stand")
-        if STOPPING in first:
-            raise ServerStoppingError("the toy is shutting down")
         if SLEEP in first:
             time.sleep(60)
         time.sleep(delay_s)
@@ -55,8 +50,6 @@ def serve(port: int, scale: float, delay_s: float, count_file: str, endpoint_nam
             rewards = rewards + np.float32(0.001) * prompt_lengths.astype(np.float32)
         if NAN in first:
             rewards[-1] = np.nan
-        if WRONG_SHAPE in first:
-            rewards = np.repeat(rewards, 2, axis=1)
         return {"rewards": rewards.astype(np.float32)}
 
     endpoint = reward_model_endpoint()

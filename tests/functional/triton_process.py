@@ -68,13 +68,8 @@ class TritonProcess:
             "LD_LIBRARY_PATH": ":".join(path for path in libraries if path),
         }
         with (self.directory / "log.txt").open("a") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, *command],
-                env=environment,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+            streams = {"stdout": log, "stderr": subprocess.STDOUT, "start_new_session": True}
+            self.process = subprocess.Popen([sys.executable, *command], env=environment, **streams)
 
     def is_ready(self) -> bool:
         from nemo_aligner.servers.exchange import Peer

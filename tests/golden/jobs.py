@@ -15,14 +15,9 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
-SPLITS = {
-    "one": "",
-    "tp2": "++model.tensor_model_parallel_size=2",
-    "pp2": "++model.pipeline_model_parallel_size=2",
-    "dp2": "",
-    "cp2": "++model.context_parallel_size=2",
-    "ep2": "++model.expert_model_parallel_size=2",
-}
+SPLITS = {"one": "", "dp2": "", "cp2": "++model.context_parallel_size=2"}
+KINDS = {"tp2": "tensor", "pp2": "pipeline", "ep2": "expert"}
+SPLITS |= {name: f"++model.{kind}_model_parallel_size=2" for name, kind in KINDS.items()}
 USUAL = ("one", "tp2", "pp2", "dp2")
 # Where an exact gradient is zero, Adam makes a step of its rounding error: an eps well above that
 # keeps it out of the weights.
@@ -91,9 +86,8 @@ def _actor(section: str) -> str:
 
 
 def _rewarded(section: str) -> str:
-    function = (
-        f"trainer.{section}.reward_fn=reward.py:reward trainer.{section}.reward_fn_workers=1"
-    )
+    function = "reward_fn=reward.py:reward", "reward_fn_workers=1"
+    function = " ".join(f"trainer.{section}.{setting}" for setting in function)
     return f"{_actor(section)} {function}"
 
 

@@ -82,11 +82,8 @@ def read_weights(nemo: Path) -> dict[str, torch.Tensor]:
             tar.extractall(folder, filter="data")
         reader = checkpoint.FileSystemReader(f"{folder}/model_weights")
         entries = reader.read_metadata().state_dict_metadata.items()
-        found = {
-            name: torch.empty(entry.size, dtype=entry.properties.dtype)
-            for name, entry in entries
-            if isinstance(entry, TensorStorageMetadata)
-        }
+        tensors = [(n, e) for n, e in entries if isinstance(e, TensorStorageMetadata)]
+        found = {name: torch.empty(e.size, dtype=e.properties.dtype) for name, e in tensors}
         checkpoint.load(found, storage_reader=reader, no_dist=True)
     return found
 

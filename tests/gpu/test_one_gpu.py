@@ -21,35 +21,26 @@ def make_actor(tokenizer_dir, optimizer="distributed_fused_adam"):
     from nemo_aligner.models.nlp.gpt.megatron_gpt_ppo_actor import MegatronGPTActorModel
     from tests.tiny_models import PPO, tiny_config
 
-    cfg = tiny_config(
-        tokenizer_dir,
-        precision="bf16",
-        hidden_size=128,
-        ffn_hidden_size=256,
-        ppo=PPO,
-        micro_batch_size=2,
-        optim={"name": optimizer},
-    )
+    sizes = {"hidden_size": 128, "ffn_hidden_size": 256, "micro_batch_size": 2}
+    own = {"precision": "bf16", "ppo": PPO, "optim": {"name": optimizer}}
+    cfg = tiny_config(tokenizer_dir, **sizes, **own)
     actor = MegatronGPTActorModel(cfg)
     actor.set_reference_policy()
     return actor, *actor.setup_megatron_optimization(max_steps=10)
 
 
 def rollout_and_update(actor, optimizer, scheduler):
-    from nemo_aligner.core.masks import create_mask
+    from nemo_aligner.core.tensors import create_mask
     from nemo_aligner.training.optim import optimizer_step
 
-    ids = [
-        actor.tokenizer.text_to_ids(text)
-        for text in ("the film was", "a dull plot", "I loved the music", "bright")
-    ]
+    texts = "the film was", "a dull plot", "I loved the music", "bright"
+    ids = [actor.tokenizer.text_to_ids(text) for text in texts]
     prompts = torch.full((4, 32), actor.tokenizer.eos_id)
     for padded, prompt in zip(prompts, ids, strict=True):
         padded[: len(prompt)] = torch.tensor(prompt)
     actor.prepare_for_inference()
-    rollout = actor.infer(
-        {"text": prompts, "length": torch.tensor([len(prompt) for prompt in ids])}
-    )
+    lengths = torch.tensor([len(prompt) for prompt in ids])
+    rollout = actor.infer({"text": prompts, "length": lengths})
     tokens = rollout["response_tokens"]
     logprobs = actor.get_inference_log_probs(tokens)
     reference = actor.get_init_policy_logprobs(tokens)
@@ -123,9 +114,7 @@ def test_a_checkpoint_from_before_the_first_step(tiny_tokenizer_dir, tmp_path, n
 
 @pytest.mark.parametrize("architecture", ["gpt2", "llama"])
 @pytest.mark.parametrize("precision", [32, "bf16"])
-def test_steps_as_graphs_choose_the_same_bits(
-    tiny_tokenizer_dir, architecture, precision, monkeypatch
-):
+def test_graphs_choose_the_same_bits(tiny_tokenizer_dir, architecture, precision, monkeypatch):
     """Also with an environment, and after the weights have changed; the memory comes back."""
     from nemo_aligner.generation import GenerationParams, MegatronGenerator
     from nemo_aligner.generation.decoding_model import StepGraphs
@@ -133,9 +122,8 @@ def test_steps_as_graphs_choose_the_same_bits(
     from tests.scripted_environment import ScriptedEnvironment
     from tests.tiny_models import tiny_config
 
-    config = tiny_config(
-        tiny_tokenizer_dir, architecture, init_method_std=0.4, precision=precision
-    )
+    own = {"init_method_std": 0.4, "precision": precision}
+    config = tiny_config(tiny_tokenizer_dir, architecture, **own)
     model = MegatronGPTModel(config)
     lengths = torch.arange(24) % 9 + 1
     tokens = torch.randint(0, 290, (24, 9), generator=torch.Generator().manual_seed(3))
@@ -190,11 +178,8 @@ def test_a_capture_that_fails_leaves_eager_steps(tiny_tokenizer_dir, monkeypatch
         return generator.generate(*prompts, params).response_tokens
 
     expected = generated(False)
-    monkeypatch.setattr(
-        DecodingBatch,
-        "choose",
-        lambda self, logits: choose(self, logits if int(self.drawn.max()) < 100 else -logits),
-    )
+    turned = lambda self, logits: logits if int(self.drawn.max()) < 100 else -logits
+    monkeypatch.setattr(DecodingBatch, "choose", lambda s, x: choose(s, turned(s, x)))
     with pytest.raises(RuntimeError, match="captur"):
         generated(True)
     assert torch.equal(generated("auto"), expected)

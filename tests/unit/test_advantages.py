@@ -14,10 +14,9 @@ from nemo_aligner.core.advantages import (
     RESPONSE_ESTIMATORS,
     calculate_advantages_and_returns,
     calculate_grpo_advantages,
-    calculate_overlong_penalty,
     calculate_rloo_advantages,
 )
-from nemo_aligner.core.masks import create_mask, masked_mean_var, whiten
+from nemo_aligner.core.tensors import create_mask, masked_mean_var, whiten
 from tests.rank_threads import run_rank_threads
 
 NAN = float("nan")
@@ -47,9 +46,8 @@ def scored_groups(seed=0):
 
 def members(prompts, valid, row):
     """Valid samples of the same prompt, including the sample itself if it is valid."""
-    return [
-        i for i in range(len(prompts)) if valid[i] and prompts[i].tolist() == prompts[row].tolist()
-    ]
+    same = lambda i: valid[i] and prompts[i].tolist() == prompts[row].tolist()
+    return [i for i in range(len(prompts)) if same(i)]
 
 
 def planted(x, keep):
@@ -65,21 +63,15 @@ def test_decoupled_gae_against_naive_sums(gamma, lam, critic_lam):
     def naive(row, t, lam):
         slots = mask[row].nonzero().flatten().tolist()
         v, r = values[row].tolist(), rewards[row].tolist()
-        return sum(
-            (gamma * lam) ** (k - t)
-            * (r[k] + gamma * (v[k + 1] if k + 1 in slots else 0.0) - v[k])
-            for k in slots
-            if k >= t
-        )
+        deltas = {k: r[k] + gamma * (v[k + 1] if k + 1 in slots else 0.0) - v[k] for k in slots}
+        return sum((gamma * lam) ** (k - t) * delta for k, delta in deltas.items() if k >= t)
 
-    advantages, returns = calculate_advantages_and_returns(
-        values, rewards, gamma, lam, mask, critic_lam
-    )
+    given = values, rewards, gamma, lam, mask, critic_lam
+    advantages, returns = calculate_advantages_and_returns(*given)
     for row, t in mask.nonzero().tolist():
         assert advantages[row, t].item() == pytest.approx(naive(row, t, lam), abs=1e-5)
-        assert returns[row, t].item() == pytest.approx(
-            naive(row, t, critic_lam) + values[row, t].item(), abs=1e-5
-        )
+        wanted = pytest.approx(naive(row, t, critic_lam) + values[row, t].item(), abs=1e-5)
+        assert returns[row, t].item() == wanted
     # Without a lambda of its own the critic has the actor's.
     same = calculate_advantages_and_returns(values, rewards, gamma, lam, mask)
     assert torch.equal(same[0], advantages)
@@ -98,11 +90,8 @@ def test_rloo_against_naive_means_of_the_others():
         lonely += not others
         assert advantages[row].item() == pytest.approx(expected, abs=1e-6)
     assert lonely and not valid.all()
-    assert calculate_rloo_advantages(torch.tensor([1.0, 2.0, 6.0]), torch.zeros(3)).tolist() == [
-        -3.0,
-        -1.5,
-        4.5,
-    ]
+    found = calculate_rloo_advantages(torch.tensor([1.0, 2.0, 6.0]), torch.zeros(3))
+    assert found.tolist() == [-3.0, -1.5, 4.5]
 
 
 def test_grpo_against_the_statistics_module():
@@ -182,36 +171,12 @@ def test_groups_do_not_depend_on_the_order_of_rows_or_on_rows_that_are_not_valid
     scores, prompts, valid = scored_groups(seed=2)
     advantages = estimator(scores, prompts, valid)
     order = torch.randperm(len(scores), generator=torch.Generator().manual_seed(3))
-    torch.testing.assert_close(
-        estimator(scores[order], prompts[order], valid[order]), advantages[order]
-    )
+    found = estimator(scores[order], prompts[order], valid[order])
+    torch.testing.assert_close(found, advantages[order])
     torch.testing.assert_close(estimator(scores[valid], prompts[valid]), advantages[valid])
     # An index for each prompt says the same as its tokens.
     assert torch.equal(estimator(scores, prompts[:, 0] + 3 * prompts[:, 1], valid), advantages)
     assert estimator(scores[:0], prompts[:0], valid[:0]).shape == (0,)
-
-
-def test_overlong_penalty_by_the_cases_of_the_paper():
-    max_length, buffer, factor = 20, 8, 0.5
-    lengths = torch.arange(0, 24)
-    penalty = calculate_overlong_penalty(lengths, max_length, buffer, factor)
-    for length in lengths.tolist():
-        if length <= max_length - buffer:
-            expected = 0.0
-        elif length <= max_length:
-            expected = ((max_length - buffer) - length) / buffer
-        else:
-            expected = -1.0
-        assert penalty[length].item() == pytest.approx(factor * expected)
-    assert calculate_overlong_penalty(lengths, max_length, 0).abs().sum() == 0
-    assert calculate_overlong_penalty(torch.tensor([1, 20]), 20, 20).tolist() == pytest.approx(
-        [-0.05, -1.0]
-    )
-    for bad in (-1, 21):
-        with pytest.raises(
-            ValueError, match=f"overlong_buffer_len={bad} must be between 0 and max_length=20"
-        ):
-            calculate_overlong_penalty(lengths, 20, bad)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
@@ -229,9 +194,8 @@ def test_whitening_over_ranks_against_the_statistics_module(num_ranks):
         share = slice(rank * rows, (rank + 1) * rows)
         x = planted(values, mask)[share]
         moments = masked_mean_var(x, mask[share], sum_over_ranks)
-        return *moments, *(
-            whiten(x, mask[share], shift, sum_over_ranks) for shift in (True, False)
-        )
+        made = (whiten(x, mask[share], shift, sum_over_ranks) for shift in (True, False))
+        return *moments, *made
 
     means, variances, whitened, scaled = zip(*run_rank_threads(num_ranks, rank_main), strict=True)
     assert [float(m) for m in means] == pytest.approx([mean] * num_ranks)

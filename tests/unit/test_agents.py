@@ -323,7 +323,7 @@ def test_what_may_not_enter_is_refused(start, monkeypatch):
     assert job.post("", "{")[0] == 400 and job.post("", "[]")[0] == 400
     assert job.post("/0/reward", {"reward": 1})[0] == 404 and job.post("/0/other")[0] == 404
     connection = http.client.HTTPConnection("127.0.0.1", job.port)
-    connection.request("GET", "/v1/sessions")
+    connection.request("GET", "/v1/sessions", headers={"Authorization": f"Bearer {TOKEN}"})
     assert connection.getresponse().status == 501
     with pytest.raises(UserError, match=f"cannot listen on 127.0.0.1:{job.port}.*the key"):
         AgentDoor("127.0.0.1", job.port, job.environment, None, "the key")
@@ -345,14 +345,8 @@ def test_agents_get_the_samples_that_a_class_gets(tiny_tokenizer_dir, tmp_path, 
 
     def generate(environment):
         generator = MegatronGenerator(policy.model, tokenizer, LONGEST)
-        return generator.generate(
-            *prompts,
-            torch.arange(16) + 100,
-            params,
-            environment=environment,
-            slots=slots,
-            records=torch.arange(16),
-        )
+        own = {"environment": environment, "slots": slots, "records": torch.arange(16)}
+        return generator.generate(*prompts, torch.arange(16) + 100, params, **own)
 
     game = f"{talking_agent.__file__}:Talk"
     with PythonEnvironment(game, tokenizer, max_turns=2) as environment:
@@ -365,7 +359,7 @@ def test_agents_get_the_samples_that_a_class_gets(tiny_tokenizer_dir, tmp_path, 
 
     environment = AgentEnvironment(template, tokenizer, record, params, LONGEST, max_turns=2)
     door = AgentDoor("127.0.0.1", find_free_port(), environment, None, "port")
-    command = [sys.executable, talking_agent.__file__, str(door.server_address[1])]
+    command = [sys.executable, talking_agent.__file__, str(door.port)]
     players = [subprocess.Popen(command) for _ in range(3)]
     found = generate(environment)
     door.close()

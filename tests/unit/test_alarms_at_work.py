@@ -24,30 +24,19 @@ from tests.tiny_models import PPO, tiny_config
 pytestmark = pytest.mark.slow
 
 # Defaults of gpt_ppo_actor.yaml, but for the critic: the fake one knows nothing.
-THRESHOLDS = {
-    "sampling_mismatch": 0.05,
-    "first_update_kl": 0.001,
-    "clip_fraction": 0.3,
-    "explained_variance": None,
-    "truncated_fraction": 0.9,
-    "replica_check_interval": 1,
-}
+THRESHOLDS = {"sampling_mismatch": 0.05, "first_update_kl": 0.001, "clip_fraction": 0.3}
+THRESHOLDS |= {"explained_variance": None, "truncated_fraction": 0.9}
+THRESHOLDS["replica_check_interval"] = 1
 NAN = float("nan")
 
 
 def make_actor(tokenizer_dir, hidden_dropout=0.0, **sampling):
-    settings = {
-        "length_params": {"max_length": 8},
-        "sampling_params": sampling | {"end_strings": list("abcdefghijklmnoprstu ")},
-        "entropy_bonus": 0.0,
-    }
-    cfg = tiny_config(
-        tokenizer_dir,
-        init_method_std=0.3,
-        hidden_dropout=hidden_dropout,
-        ppo=OmegaConf.merge(PPO, settings),
-        micro_batch_size=2,
-    )
+    sampling = sampling | {"end_strings": list("abcdefghijklmnoprstu ")}
+    settings = {"length_params": {"max_length": 8}, "sampling_params": sampling}
+    settings["entropy_bonus"] = 0.0
+    own = {"ppo": OmegaConf.merge(PPO, settings), "micro_batch_size": 2}
+    own |= {"init_method_std": 0.3, "hidden_dropout": hidden_dropout}
+    cfg = tiny_config(tokenizer_dir, **own)
     return MegatronGPTActorModel(cfg)
 
 
@@ -55,9 +44,8 @@ def make_job(actor, **thresholds):
     """A PPO trainer with a real policy and optimizer, and a fake critic: two steps of eight
     responses.
     """
-    trainer = make_trainer(
-        max_steps=2, alarms=THRESHOLDS | thresholds, initial_policy_kl_penalty=0.02
-    )
+    thresholds = THRESHOLDS | thresholds
+    trainer = make_trainer(max_steps=2, alarms=thresholds, initial_policy_kl_penalty=0.02)
     trainer.model, trainer.tokenizer = actor, actor.tokenizer
     actor.set_reference_policy()
     trainer.optimizer, trainer.scheduler = actor.setup_megatron_optimization(max_steps=10)
@@ -111,10 +99,8 @@ def test_sampler_and_trainer_agree_in_every_mode_of_sampling(tiny_tokenizer_dir,
     metrics = sampling_ratio_metrics(
         actor.get_inference_log_probs(tokens), rollout["sampling_logprobs"], mask
     )
-    assert (
-        0 < metrics["sampling_ratio_mean_error"] < 1e-5
-        and metrics["sampling_ratio_max"] < 1 + 1e-4
-    )
+    assert 0 < metrics["sampling_ratio_mean_error"] < 1e-5
+    assert metrics["sampling_ratio_max"] < 1 + 1e-4
 
 
 def test_a_healthy_job_is_silent_and_measures_all(tiny_tokenizer_dir, warnings):
@@ -127,11 +113,8 @@ def test_a_healthy_job_is_silent_and_measures_all(tiny_tokenizer_dir, warnings):
     errors = [value for _, value in series("train_rollouts/sampling_ratio_mean_error")]
     assert len(errors) == 2 and all(0 < value < 1e-4 for value in errors)
     assert all(1 <= value < 1.001 for _, value in series("train_rollouts/sampling_ratio_max"))
-    assert (
-        len(series("train_rollouts/explained_variance"))
-        == len(series("timers/replica_check"))
-        == 2
-    )
+    assert len(series("train_rollouts/explained_variance")) == 2
+    assert len(series("timers/replica_check")) == 2
     assert all("sampling_logprobs" not in batch for batch in trainer.rm_critic.train_batches)
 
 
@@ -148,9 +131,7 @@ def test_a_wrong_temperature_is_heard_once(tiny_tokenizer_dir, warnings):
 
 
 @pytest.mark.parametrize("resumed", [False, True])
-def test_dropout_left_on_is_heard_by_the_reference_and_the_sampler(
-    tiny_tokenizer_dir, warnings, resumed
-):
+def test_dropout_left_on_is_heard_by_both_policies(tiny_tokenizer_dir, warnings, resumed):
     actor = make_actor(tiny_tokenizer_dir, hidden_dropout=0.2)
     actor.set_eval = actor.set_train
     trainer = make_job(actor)
@@ -159,10 +140,8 @@ def test_dropout_left_on_is_heard_by_the_reference_and_the_sampler(
         trainer.fit()
         assert alarms_of(warnings)[0] == "sampling_mismatch"
     else:
-        with pytest.raises(
-            RuntimeError,
-            match="before the first update, log-probs of the policy and of the referen",
-        ):
+        said = "before the first update, log-probs of the policy and of the referen"
+        with pytest.raises(RuntimeError, match=said):
             trainer.fit()
 
 
@@ -212,12 +191,8 @@ def test_a_critic_update_that_is_not_finite_is_refused_and_the_critic_goes_on(
     """The error is that of a request, so a server sends it to the actor's future."""
     nemo = str(tmp_path / "rm.nemo")
     MegatronGPTRewardModel(tiny_config(tiny_tokenizer_dir)).save_to(nemo)
-    cfg = tiny_config(
-        tiny_tokenizer_dir,
-        output_sequence=True,
-        loss_clip_val=0.2,
-        reward_model_type="binary_ranking",
-    )
+    own = {"output_sequence": True, "loss_clip_val": 0.2, "reward_model_type": "binary_ranking"}
+    cfg = tiny_config(tiny_tokenizer_dir, **own)
     critic = load_from_nemo(MegatronGPTCriticModel, cfg, None, restore_path=nemo)
     optimizer, scheduler = critic.setup_megatron_optimization(max_steps=10)
     server = CriticServerTrainer(
@@ -233,19 +208,15 @@ def test_a_critic_update_that_is_not_finite_is_refused_and_the_critic_goes_on(
         gbs=2,
         model_forward_micro_batch_size=2,
     )
-    request = {
-        "tokens": np.ones((4, 5), np.int64),
-        "returns": np.zeros((4, 4), np.float32),
-        "prev_values": np.zeros((4, 4), np.float32),
-        "mask": np.ones((4, 4), np.float32),
-    }
+    numbers = lambda: np.zeros((4, 4), np.float32)
+    request = {"tokens": np.ones((4, 5), np.int64), "mask": numbers() + 1}
+    request |= {"returns": numbers(), "prev_values": numbers()}
     before = {name: value.clone() for name, value in critic.weights_to_cpu().items()}
     returns = request["returns"].copy()
     returns[1, 2] = 1e30  # finite; its square is not
     monkeypatch.setattr(validation, "LARGEST_NUMBER", 1e31)
-    with pytest.raises(
-        NonFiniteError, match=r"^critic step 1: the loss is inf \(first in sample 1 of the share"
-    ):
+    said = r"^critic step 1: the loss is inf \(first in sample 1 of the share"
+    with pytest.raises(NonFiniteError, match=said):
         server.run_training(**request | {"returns": returns})
     server._recover(None)
     assert server.step == 0

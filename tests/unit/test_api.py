@@ -59,9 +59,8 @@ def test_log_probs_are_those_of_the_response(saved):
         assert policy.tokenizer.ids_to_text(tokens[row, start:end].tolist()).strip() == (
             RESPONSES[row].strip()
         )
-        torch.testing.assert_close(
-            logprobs, expected[row, start - 1 : end - 1], atol=1e-5, rtol=1e-5
-        )
+        wanted = expected[row, start - 1 : end - 1]
+        torch.testing.assert_close(logprobs, wanted, atol=1e-5, rtol=1e-5)
     assert policy.logprobs([], []) == policy.generate([]) == []
     for texts, says in (
         ((["the film"], [""]), r"sample 0 has \d+ tokens of a prompt and 0 of a response"),
@@ -149,11 +148,8 @@ def test_adapters_leave_the_weights(saved):
     tokens, *_ = policy.tokenize(PROMPTS[:1], RESPONSES[:1])
     weights = torch.ones(1, tokens.size(1) - 1)
     policy.train(na.losses.sft_loss, {"tokens": tokens, "weights": weights})
-    moved = {
-        name
-        for name, value in policy.model._named_weights()
-        if not torch.equal(value, before[name])
-    }
+    weights = policy.model._named_weights()
+    moved = {name for name, value in weights if not torch.equal(value, before[name])}
     assert moved and all(".lora." in name for name in moved)
 
 

@@ -74,9 +74,7 @@ def test_one_token_per_character(tokenizer):
     assert tokenizer.text_to_tokens("1 2\n") == ["1", unknown, "2", unknown]
 
 
-def test_prompt_and_response_meet_at_a_token_boundary_and_fit_the_lengths_of_the_run(
-    data_dir, tokenizer
-):
+def test_prompt_and_response_meet_at_a_token_boundary_and_fit_the_run(data_dir, tokenizer):
     for line in read(data_dir / "sft_train.jsonl")[::50]:
         prompt, response = (tokenizer.text_to_ids(line[key]) for key in ("input", "output"))
         assert prompt + response == tokenizer.text_to_ids(line["input"] + line["output"])

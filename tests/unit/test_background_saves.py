@@ -64,12 +64,10 @@ def test_a_save_holds_the_state_of_its_moment(
     assert not callback.is_saving
     (folder,) = complete(tmp_path / "async")
     # The same files, but for the moment at which the state of training was noted.
-    manifests = [
-        read_manifest(tmp_path / name / "checkpoints" / folder) for name in ("sync", "async")
-    ]
-    names = [
-        {path: found[path] for path in found if path != "weights/.metadata"} for found in manifests
-    ]
+    roots = [tmp_path / name / "checkpoints" for name in ("sync", "async")]
+    manifests = [read_manifest(root / folder) for root in roots]
+    weights = "weights/.metadata"
+    names = [{path: found[path] for path in found if path != weights} for found in manifests]
     assert names[0] == names[1] and "weights/.metadata" in manifests[1]
     resumed = training(tiny_tokenizer_dir, precision, optimizer)
     again = CheckpointCallback(tmp_path / "async", *resumed, **kept)

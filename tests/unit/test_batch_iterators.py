@@ -8,7 +8,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from nemo_aligner.data.nlp.batch_iterators import (
+from nemo_aligner.data.nlp.samplers import (
     DefaultBatchIterator,
     StoreBatchIterator,
     get_batch_iterator_cls,

@@ -27,14 +27,6 @@ def test_a_power_law_is_found_again(module):
     assert law.residuals == pytest.approx([0, 0, 0, 0])
 
 
-def test_costs_of_terms_are_found_again_and_never_negative(module):
-    fits, terms = module("scaling"), [[1, 10], [2, 10], [1, 40], [3, 0]]
-    costs, residuals = fits.costs_of_terms(terms, [1 + 20, 2 + 20, 1 + 80, 3])
-    assert costs == pytest.approx([1, 2]) and residuals == pytest.approx([0] * 4, abs=1e-9)
-    costs, _ = fits.costs_of_terms([[1, 0], [1, 1], [1, 2]], [3.0, 2.0, 1.0])
-    assert costs[1] == 0 and 1 <= costs[0] <= 3
-
-
 # --- the simulation ------------------------------------------------------------------------------
 
 
@@ -88,29 +80,6 @@ def workload(simulation, lengths, micro_batch=1, slots=1, **more):
     return simulation.Workload(tuple(lengths), micro_batch=micro_batch, slots=slots, **keys | more)
 
 
-def test_rows_prompts_and_keys_are_paid_for(simulation):
-    """Two samples of 2 and 3 tokens after prompts of 4, together in the batch."""
-    job = workload(simulation, (2, 3), micro_batch=2, slots=2, prompt=4)
-    costs = Units(step=10, row=1, key=0.01, token=0.5)
-    (end,) = simulation.generate(job, 1, False, costs).ends
-    prompts = 2 * 3 * 0.5
-    rows = 2 + 2 + 1
-    keys = (5 + 5) + (6 + 6) + 7
-    assert end == pytest.approx(prompts + 3 * 10 + rows + 0.01 * keys)
-
-
-@pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize("replicas, micro_batch, slots", [(5, 2, 7), (8, 7, 3)])
-def test_every_prompt_is_generated_and_sent_once(simulation, shared, replicas, micro_batch, slots):
-    lengths = geometric(100)
-    job = workload(simulation, lengths, micro_batch, slots)
-    done = simulation.generate(job, replicas, shared, Units(row=0.1))
-    assert sorted(done.by) == list(range(100)) and set(done.by.values()) <= set(range(replicas))
-    assert sorted(sample for _when, group in done.groups for sample in group) == list(range(100))
-    assert all(len(group) <= micro_batch for _when, group in done.groups)
-    assert all(when <= max(done.ends) for when, _group in done.groups)
-
-
 @pytest.mark.parametrize("seed", range(5))
 def test_a_queue_is_no_slower_than_prompts_dealt_out_and_within_grahams_bound(simulation, seed):
     """Graham 1969: no list schedule is longer than the mean and 1 - 1/m of the longest job."""
@@ -135,9 +104,8 @@ def test_side_by_side_and_one_after_another_by_hand(simulation):
     assert together.generation == 9 and together.logprobs == tokens
     assert together.wait == 16 + 21 - 9 - tokens
     assert together.train == 3 * tokens + 1
-    alone = simulation.simulate(
-        job, simulation.Layout(1, 1, 1, side_by_side=False), Units(), critic
-    )
+    layout = simulation.Layout(1, 1, 1, side_by_side=False)
+    alone = simulation.simulate(job, layout, Units(), critic)
     assert alone.wait == 3 * 5 + 21
     assert alone.train == 6 * tokens + 1
     assert alone.critic_busy == together.critic_busy == 3 * 5 + 21 + 3 * tokens + 1
@@ -180,13 +148,21 @@ def test_costs_fitted_to_runs_of_known_costs_are_found_again(module, simulation)
     runs = scaling.VARIED["samples"] + scaling.VARIED["tokens of a response"] + scaling.PREFILLS
     for run in runs:
         batches = simulation.padded([scaling.PROMPT + run.response] * run.samples, scaling.ROWS)
-        seconds = (
-            simulation.generate(run.workload, 1, False, truth).ends[0],
-            truth.forward(batches),
-            truth.update(batches, 1),
-        )
+        generated = simulation.generate(run.workload, 1, False, truth).ends[0]
+        seconds = generated, truth.forward(batches), truth.update(batches, 1)
         kinds = scaling.KINDS[:1] if run in scaling.PREFILLS else scaling.KINDS
         found[run] = dict(zip(kinds, seconds, strict=False))
     costs = scaling.fit_costs(found)
     for name in ("generation", "passes", "training"):
         assert getattr(costs, name) == pytest.approx(getattr(truth, name), rel=1e-3), name
+
+
+def test_rows_prompts_and_keys_are_paid_for(simulation):
+    """Two samples of 2 and 3 tokens after prompts of 4, together in the batch."""
+    job = workload(simulation, (2, 3), micro_batch=2, slots=2, prompt=4)
+    costs = Units(step=10, row=1, key=0.01, token=0.5)
+    (end,) = simulation.generate(job, 1, False, costs).ends
+    prompts = 2 * 3 * 0.5
+    rows = 2 + 2 + 1
+    keys = (5 + 5) + (6 + 6) + 7
+    assert end == pytest.approx(prompts + 3 * 10 + rows + 0.01 * keys)

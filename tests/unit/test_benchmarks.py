@@ -40,25 +40,11 @@ def build(name, file):
 @pytest.mark.slow
 def test_sides_take_turns(module, tmp_path):
     measure, file = module("measure"), tmp_path / "calls"
-    with (
-        measure.Side(build, "a", file) as ours,
-        measure.Side(build, "b", file) as peer,
-    ):
+    with measure.Side(build, "a", file) as ours, measure.Side(build, "b", file) as peer:
         figures = measure.in_turns({"ours": ours, "peer": peer}, "case", 3)
     assert file.read_text() == "abababab"
     assert [len(f.cpu) for f in figures.values()] == [3, 3]  # the first round does not count
     assert all(0 <= share <= 1 for f in figures.values() for share in f.others)
-
-
-def test_a_row_has_the_median_and_the_ratio(module):
-    measure = module("measure")
-    times = {"ours": [1.0, 9.0, 2.0], "peer": [3.0, 3.0, 6.0]}
-    figures = {
-        name: measure.Figures(cpu=cpu, wall=cpu, others=[0.5] * 3) for name, cpu in times.items()
-    }
-    row = measure.pair_row("case", figures, more=1)
-    assert (row["ours, CPU s"], row["peer, CPU s"], row["ratio"]) == (2.0, 3.0, 1.5)
-    assert (row["spread"], row["others"], row["more"]) == ("400%, 100%", "50%", 1)
 
 
 def test_both_forms_of_the_model_count_down(module):

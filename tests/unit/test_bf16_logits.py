@@ -16,13 +16,9 @@ ROWS, WIDTH, VOCABULARY = 4, 40, 16384  # the tokenizer's few hundred ids, and p
 
 
 def test_bf16_logits_without_a_float32_copy(tiny_tokenizer_dir, monkeypatch):
-    cfg = tiny_config(
-        tiny_tokenizer_dir,
-        precision="bf16",
-        make_vocab_size_divisible_by=VOCABULARY,
-        ppo={**PPO, "forward_micro_batch_size": ROWS},
-        micro_batch_size=ROWS,
-    )
+    own = {"ppo": {**PPO, "forward_micro_batch_size": ROWS}, "micro_batch_size": ROWS}
+    own |= {"precision": "bf16", "make_vocab_size_divisible_by": VOCABULARY}
+    cfg = tiny_config(tiny_tokenizer_dir, **own)
     actor = MegatronGPTActorModel(cfg)
     actor.set_reference_policy()
     torch.manual_seed(0)
@@ -58,21 +54,13 @@ def test_bf16_logits_without_a_float32_copy(tiny_tokenizer_dir, monkeypatch):
     monkeypatch.setattr(log_probs, "logprobs_and_entropy", recorded)
     actor.prepare_for_training_step()
     ones = torch.ones(ROWS, WIDTH - 1)
-    batch = {
-        "response_tokens": tokens,
-        "is_end": torch.ones(ROWS, dtype=torch.bool),
-        "mask": ones,
-        "advantages": ones,
-        "prev_logprobs": logprobs,
-    }
+    batch = {"response_tokens": tokens, "is_end": torch.ones(ROWS, dtype=torch.bool)}
+    batch |= {"mask": ones, "advantages": ones, "prev_logprobs": logprobs}
     peak = peak_bytes(lambda: actor.get_loss_and_metrics(batch))
     ((dtype, in_training),) = seen
     assert dtype == torch.bfloat16 and torch.equal(in_training, logprobs)  # the ratio is exactly 1
     # The gradient takes the place of the logits. With a copy: of that copy (2 sizes), and it is
     # cast (1).
     assert size <= peak < 2.5 * size
-    assert all(
-        parameter.main_grad.isfinite().all()
-        for parameter in model.parameters()
-        if parameter.requires_grad
-    )
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    assert all(parameter.main_grad.isfinite().all() for parameter in trained)

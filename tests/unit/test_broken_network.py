@@ -16,18 +16,17 @@ import pytest
 
 from nemo_aligner.config.server_rules import FRONTENDS
 from nemo_aligner.core.errors import ServerRequestError
-from nemo_aligner.servers import asgi_host, exchange, front
 from nemo_aligner.servers import connection as connection_module
+from nemo_aligner.servers import exchange, http_server
 from nemo_aligner.servers.admission import Access
 from nemo_aligner.servers.connection import RESTART_REMEDY
 from nemo_aligner.servers.http_communicator import HTTPCommunicator
 from nemo_aligner.servers.schema import TensorSpec, critic_infer_endpoint, critic_train_endpoint
-from tests.asgi_front import AsgiFront
 from tests.cases import some_of
 from tests.faulty_network import FAULTS, FaultyNetwork
 from tests.patience import patience
 from tests.scripted_server import triton_config
-from tests.scripted_triton import ScriptedTriton
+from tests.scripted_triton import ScriptedTriton, open_front
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.slow]
 COUNT = TensorSpec("count", np.int64, (1,))
@@ -65,14 +64,12 @@ def quick(monkeypatch):
     """Silence is noticed in tenths of seconds."""
     monkeypatch.setattr(connection_module, "RETRY_PAUSES_S", (0.05, 0.05, 0.05))
     monkeypatch.setattr(exchange, "SILENCE_S", min(patience(0.6), 4.0))
-    for module in (front, asgi_host):
-        monkeypatch.setattr(module, "HEARTBEAT_S", 0.1)
+    monkeypatch.setattr(http_server, "HEARTBEAT_S", 0.1)
 
 
 def handlers(triton):
-    return [
-        (endpoint, functools.partial(handle, triton, name)) for name, endpoint in ENDPOINTS.items()
-    ]
+    handler = lambda name: functools.partial(handle, triton, name)
+    return [(endpoint, handler(name)) for name, endpoint in ENDPOINTS.items()]
 
 
 def serve_triton(triton, port=0):
@@ -80,7 +77,7 @@ def serve_triton(triton, port=0):
 
 
 def serve_asgi(triton, port=0):
-    return contextlib.closing(AsgiFront(handlers(triton), Access(), port))
+    return contextlib.closing(open_front(handlers(triton), Access(), port))
 
 
 @pytest.fixture(params=[serve_triton, serve_asgi], ids=FRONTENDS)
@@ -89,12 +86,8 @@ def serve(request):
 
 
 # The client decides, and the test waits long.
-asgi_alone = pytest.mark.parametrize(
-    "serve",
-    [pytest.param(serve_triton, marks=pytest.mark.full), serve_asgi],
-    ids=FRONTENDS,
-    indirect=True,
-)
+SERVES = [pytest.param(serve_triton, marks=pytest.mark.full), serve_asgi]
+asgi_alone = pytest.mark.parametrize("serve", SERVES, ids=FRONTENDS, indirect=True)
 
 
 class Client:
@@ -183,10 +176,8 @@ def test_a_server_that_was_started_anew_refuses_the_clients_of_before(serve, tri
     with serve(triton) as before, Client(before.address[1]) as client:
         assert client.send(name, **UPDATE) == 1
         before.close()
-        with (
-            serve(triton, before.address[1]),
-            pytest.raises(ServerRequestError, match="started anew") as caught,
-        ):
+        refused = pytest.raises(ServerRequestError, match="started anew")
+        with serve(triton, before.address[1]), refused as caught:
             client.send(name, **UPDATE)
         assert RESTART_REMEDY in str(caught.value)
     assert triton.handled == [name]

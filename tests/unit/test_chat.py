@@ -19,8 +19,7 @@ from nemo_aligner.data.nlp.datasets import (
     RLHFDataset,
 )
 from nemo_aligner.data.nlp.record_encoder import chat_end_strings, chat_form
-from nemo_aligner.generation.interface import GenerationParams
-from nemo_aligner.generation.text import EndConditions
+from nemo_aligner.generation.interface import EndConditions, GenerationParams
 from nemo_aligner.models.nlp.gpt.megatron_gpt_ppo_actor import MegatronGPTActorModel
 from tests.chat_forms import FAMILIES, slow_encoding, write_tokenizer
 from tests.data_sets import sft
@@ -92,9 +91,8 @@ def test_masks_with_a_tokenizer_that_marks_spaces(name, tmp_path):
     folder = write_tokenizer(tmp_path, family, metaspace=True)
     form = ChatTemplate(AutoTokenizer(folder))
     for conversation in conversations(3, family.takes_system):
-        conversation = [
-            (role, text.encode("ascii", "ignore").decode()) for role, text in conversation
-        ]
+        plain = lambda text: text.encode("ascii", "ignore").decode()
+        conversation = [(role, plain(text)) for role, text in conversation]
         encoded = form.encode_messages(messages_of(conversation), {})
         assert tuple(encoded) == slow_encoding(folder, family.write(conversation))
 
@@ -115,10 +113,8 @@ def test_text_that_joins_the_generation_prompt_is_tokenized_as_in_a_rollout(toke
 
 def test_pieces_that_a_tokenizer_writes_otherwise_are_refused(tmp_path):
     """No special token or space stands between prompt and response, and pieces get a space."""
-    template = (
-        "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}</s>{% endif %}"
-        "{% endfor %}"
-    )
+    end = "{% if m.role == 'assistant' %}</s>{% endif %}"
+    template = "{% for m in messages %}{{ m.content }}" + end + "{% endfor %}"
     folder = write_tokenizer(tmp_path, FAMILIES["mistral"], template, metaspace=True)
     form = ChatTemplate(AutoTokenizer(folder))
     with pytest.raises(UserError, match="the tokenizer joins the text before and after a respons"):
@@ -138,12 +134,10 @@ def test_a_template_file_takes_the_place_of_the_tokenizers_own(tokenizers, tmp_p
 def test_tools_and_their_messages(folders, tokenizers):
     """As far as the template takes them: Qwen's writes tools and calls, Llama's calls."""
     call = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
-    messages = [
-        {"role": "user", "content": "What is 2 + 2?"},
-        {"role": "assistant", "content": None, "tool_calls": [call]},
-        {"role": "tool", "content": "4", "name": None},
-        {"role": "assistant", "content": "It is 4."},
-    ]
+    messages = [{"role": "user", "content": "What is 2 + 2?"}]
+    messages.append({"role": "assistant", "content": None, "tool_calls": [call]})
+    messages.append({"role": "tool", "content": "4", "name": None})
+    messages.append({"role": "assistant", "content": "It is 4."})
     record = {"messages": messages, "tools": [{"type": "function", "function": {"name": "add"}}]}
     expected = {
         "qwen2_5": [
@@ -250,11 +244,8 @@ def test_the_default_form_ends_responses_to_conversations_alone(lines, ends, tok
 
 def test_the_default_form_ends_responses_of_self_play(tokenizers, write):
     section = {"label_key": "output"}
-    for record, ends in (
-        ({"input": "hello", "output": "a"}, ()),
-        ({"input": "hello", "output": "a", **TALK}, ()),
-        (TALK, ("<|im_end|>",)),
-    ):
+    plain = {"input": "hello", "output": "a"}
+    for record, ends in ((plain, ()), ({**plain, **TALK}, ()), (TALK, ("<|im_end|>",))):
         data = {"train_ds": section | {"file_path": [write(record)]}}
         assert chat_end_strings(data, tokenizers["chatml"]) == ends
 
@@ -281,12 +272,8 @@ def test_a_policy_ends_its_responses_there(folders):
 # -------------------------------------------------------------------------------------- datasets
 
 
-SFT = [
-    ("user", "What is 2 + 2?"),
-    ("assistant", "It is 4."),
-    ("user", "the film"),
-    ("assistant", "was a joy"),
-]
+SFT = [("user", "What is 2 + 2?"), ("assistant", "It is 4.")]
+SFT += [("user", "the film"), ("assistant", "was a joy")]
 
 
 @every_family
@@ -346,11 +333,9 @@ def test_share_gpt_and_messages_are_the_same(tokenizers):
 @every_family
 def test_prompts_of_rollouts(name, tokenizers, write):
     family, tokenizer = FAMILIES[name], tokenizers[name]
-    path = write(
-        {"messages": messages_of(SFT[:3])},
-        {"prompt": "hello", "chosen": "x", "rejected": "y"},
-        {"prompt": messages_of(SFT[:1]), "messages": messages_of(SFT)},
-    )
+    three, one = messages_of(SFT[:3]), messages_of(SFT[:1])
+    pair = {"prompt": "hello", "chosen": "x", "rejected": "y"}
+    path = write({"messages": three}, pair, {"prompt": one, "messages": messages_of(SFT)})
     dataset = RLHFDataset([path], tokenizer, 100, TEMPLATE)
     for number, conversation in enumerate((SFT[:3], [("user", "hello")], SFT[:1])):
         text = "".join(piece for piece, _ in family.write(conversation))

@@ -29,12 +29,8 @@ def training(tokenizer_dir, precision, optimizer):
 def step(model, optimizer, scheduler):
     tokens = torch.randint(0, 290, (4, 9), generator=torch.Generator().manual_seed(3))
     lengths = torch.tensor([9, 5, 7, 8])
-    pairs = {
-        "chosen": tokens,
-        "rejected": tokens.flip(0),
-        "chosen_length": lengths,
-        "rejected_length": lengths.flip(0),
-    }
+    pairs = {"chosen": tokens, "rejected": tokens.flip(0)}
+    pairs |= {"chosen_length": lengths, "rejected_length": lengths.flip(0)}
     model.prepare_for_training_step()
     model.get_loss_and_metrics({**pairs, "loss_mask": torch.ones(4, 9)})
     optimizer_step(optimizer, scheduler, 1.0)
@@ -57,9 +53,7 @@ def test_either_optimizer_resumes_from_either(tiny_tokenizer_dir, tmp_path, save
 
 @some_of("precision", [32, "bf16"], keep=["bf16"])
 @pytest.mark.parametrize("optim", [{"name": "adam"}, {"name": "sgd", "momentum": 0.9}], ids=str)
-def test_a_resumed_job_equals_the_uninterrupted_one(
-    tiny_tokenizer_dir, tmp_path, optim, precision
-):
+def test_a_resumed_job_equals_an_uninterrupted(tiny_tokenizer_dir, tmp_path, optim, precision):
     """Saved after two updates, resumed into a schedule of NeMo's registry and saved once more."""
     sched = {"name": "PolynomialDecayAnnealing", "power": 2.0, "warmup_steps": 1}
     optim = {**optim, "sched": sched}

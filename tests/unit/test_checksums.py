@@ -87,11 +87,8 @@ def test_a_flipped_bit_in_any_member_of_a_nemo_file_is_found(nemo, tmp_path, rea
         members = [member for member in tar if member.isreg()]
     assert len(members) == len(files_of(nemo / "folder"))
     for member in members:
-        for position in (
-            member.offset_data + member.size // 2,
-            member.offset_data - tarfile.BLOCKSIZE + 3,
-            member.offset_data - tarfile.BLOCKSIZE + 130,
-        ):
+        head = member.offset_data - tarfile.BLOCKSIZE
+        for position in (member.offset_data + member.size // 2, head + 3, head + 130):
             path = tmp_path / f"{position}.nemo"
             path.write_bytes((nemo / "model.nemo").read_bytes())
             flip(path, position)
@@ -312,11 +309,10 @@ def test_the_nemo_of_a_job_that_died_before_it_is_written_at_the_next_start(
     nemo_file = tmp_path / "checkpoints/rm.nemo"
     for step in (1, 2):
         with monkeypatch.context() as patch:
-            die_at(patch, "nemo_aligner.checkpoint.nemo_writing.write_manifest", 1)
+            die_at(patch, "nemo_aligner.checkpoint.nemo_archive.write_manifest", 1)
             with pytest.raises(Death):
-                callback().custom_save(
-                    {"step": step}, is_train_end=True, trainer_state={"step": step}
-                )
+                own = {"is_train_end": True, "trainer_state": {"step": step}}
+                callback().custom_save({"step": step}, **own)
         before = nemo_file.stat().st_mtime_ns if nemo_file.exists() else None
         resumed = callback()
         assert resumed.load_latest() == {"step": step}

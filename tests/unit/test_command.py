@@ -116,10 +116,7 @@ def test_config_takes_the_name_of_a_job_or_tool(capsys):
 @pytest.mark.parametrize(
     ("word", "says"),
     [
-        (
-            "a.f=http://h/x?key=hidden",
-            "a.f=http://h/x?*** cannot be read; put its value in quotes",
-        ),
+        ("a.f=http://h/x?key=hidden", "a.f=http://h/x?*** cannot be read; put its value in"),
         ("sft", "sft cannot be read; write KEY=VALUE"),
     ],
 )

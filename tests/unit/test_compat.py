@@ -80,14 +80,8 @@ def test_runner_runs_a_script_as_python_would(tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
 
     def run(*arguments, **more):
-        return subprocess.run(
-            [*runner, *arguments],
-            cwd=tmp_path,
-            env=environment | more,
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
+        options = {"cwd": tmp_path, "env": environment | more, "timeout": 120}
+        return subprocess.run([*runner, *arguments], **options, capture_output=True, text=True)
 
     expected = f"7 {script} {[str(script), 'a.b=1', '+c=2']} nemo_aligner.compat.__main__\n"
     assert run("folder/script.py", "a.b=1", "+c=2").stdout == expected

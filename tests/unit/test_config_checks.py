@@ -10,12 +10,7 @@ from omegaconf import OmegaConf
 
 from nemo_aligner.config import parallel_rules
 from nemo_aligner.config import schema as config_schema
-from nemo_aligner.config.checks import (
-    check_config,
-    check_keys,
-    nearest_key,
-    unknown_keys,
-)
+from nemo_aligner.config.checks import check_config, check_keys, nearest_key, unknown_keys
 from nemo_aligner.config.defaults import complete_config, drop_unset
 from nemo_aligner.config.inert_keys import INERT
 from nemo_aligner.config.parallel_rules import (
@@ -105,9 +100,8 @@ def test_unknown_key_is_refused_with_the_nearest_one(key, nearest, tmp_path):
 
 def test_all_unknown_keys_come_in_one_error():
     with pytest.raises(ConfigError, match=r"trainer\.pop; model\.ppo\.foo\."):
-        check_keys(
-            {"trainer": {"pop": {"x": 1, "y": 2}}, "model": {"ppo": {"foo": 1}}}, "gpt_ppo_actor"
-        )
+        keys = {"trainer": {"pop": {"x": 1, "y": 2}}, "model": {"ppo": {"foo": 1}}}
+        check_keys(keys, "gpt_ppo_actor")
 
 
 @pytest.mark.parametrize(
@@ -125,9 +119,8 @@ def test_all_unknown_keys_come_in_one_error():
 )
 def test_a_key_is_named_only_where_one_is_near(key, nearest):
     (note,) = unknown_keys(plain_dict(OmegaConf.from_dotlist([f"{key}=1"])), "gpt_sft")
-    assert re.sub(r", \S+:\d+\?", "?", note).endswith(
-        f" (did you mean {nearest}?)" if nearest else key
-    )
+    end = f" (did you mean {nearest}?)" if nearest else key
+    assert re.sub(r", \S+:\d+\?", "?", note).endswith(end)
     assert nearest_key("zzz", []) is None
 
 
@@ -136,9 +129,8 @@ def test_notes_are_one_grouped_warning(tmp_path, monkeypatch):
 
     said = []
     monkeypatch.setattr(nemo.utils.logging, "warning", said.append)
-    check(
-        "gpt_ppo_actor", tmp_path, "model.enable_nge=True", "trainer.ppo.flask_server.enable=True"
-    )
+    given = "model.enable_nge=True", "trainer.ppo.flask_server.enable=True"
+    check("gpt_ppo_actor", tmp_path, *given)
     assert len(said) == 1
     assert "model.enable_nge" in said[0] and "trainer.ppo.flask_server" in said[0]
 
@@ -157,13 +149,10 @@ def test_what_means_something_else_is_accepted_with_a_note(name, overrides, note
     assert note in said
 
 
-def test_keys_that_a_checkpoint_brings_along_are_not_checked_in_jobs_that_do_not_read_them(
-    tmp_path,
-):
+def test_keys_of_a_checkpoint_are_not_checked_in_jobs_that_do_not_read_them(tmp_path):
     for name in ("gpt_sft", "gpt_ppo_critic"):
-        cfg = load(
-            name, tmp_path, "model.data.seq_length=9999", "model.num_layers=2", "model.a_key=1"
-        )
+        given = "model.data.seq_length=9999", "model.num_layers=2", "model.a_key=1"
+        cfg = load(name, tmp_path, *given)
         check_with_checkpoint(cfg, name)
 
 
@@ -172,9 +161,8 @@ def test_no_key_is_both_live_and_inert(name):
     inert = INERT[name]
     for key in config_schema.LIVE[name]:
         parts = key.split(".")
-        assert not [p for n in range(1, len(parts) + 1) if (p := ".".join(parts[:n])) in inert], (
-            key
-        )
+        above = {".".join(parts[:n]) for n in range(1, len(parts) + 1)}
+        assert not above & set(inert), key
 
 
 def test_exp_manager_keys_are_those_of_nemo():
@@ -187,9 +175,8 @@ def test_exp_manager_keys_are_those_of_nemo():
     ours = {f"exp_manager.{field.name}" for field in fields(ExpManagerConfig)} - {
         "exp_manager.checkpoint_callback_params"
     }
-    ours |= {
-        f"exp_manager.checkpoint_callback_params.{field.name}" for field in fields(CallbackParams)
-    }
+    section = "exp_manager.checkpoint_callback_params"
+    ours |= {f"{section}.{field.name}" for field in fields(CallbackParams)}
     assert known - {"exp_manager.prometheus_address"} == ours
 
 
@@ -198,9 +185,8 @@ def test_exp_manager_keys_are_those_of_nemo():
 
 def test_require_multiple_names_valid_values():
     require_multiple("a", 12, {"b": 2, "c": 3})
-    with pytest.raises(
-        ConfigError, match=r"a=13 must be a multiple of 6 \(b=2 x c=3\); use 12 or 18"
-    ):
+    said = r"a=13 must be a multiple of 6 \(b=2 x c=3\); use 12 or 18"
+    with pytest.raises(ConfigError, match=said):
         require_multiple("a", 13, {"b": 2, "c": 3})
     with pytest.raises(ConfigError, match="use 6,"):
         require_multiple("a", 4, {"b": 6})
@@ -244,9 +230,8 @@ def test_count_ranks(devices, nodes, visible, env, ranks):
 def test_accelerator():
     check_accelerator("auto", 2, 0)
     check_accelerator("gpu", 2, 2)
-    with pytest.raises(
-        ConfigError, match=r"trainer\.accelerator=gpu, but PyTorch sees no CUDA.*accelerator=auto"
-    ):
+    said = r"trainer\.accelerator=gpu, but PyTorch sees no CUDA.*accelerator=auto"
+    with pytest.raises(ConfigError, match=said):
         check_accelerator("gpu", 1, 0)
     with pytest.raises(ConfigError, match="is 2; set trainer.devices=2"):
         check_accelerator("auto", 8, 2)
@@ -374,12 +359,8 @@ def test_a_job_that_keeps_nothing_says_so(tmp_path, monkeypatch):
 
 
 def test_data_parallel_size_counts_once_it_is_known(tmp_path):
-    overrides = [
-        "trainer.devices=2",
-        "model.ppo.num_rollout_samples=8",
-        "model.ppo.num_val_samples=8",
-        "model.global_batch_size=8",
-    ]
+    overrides = ["trainer.devices=2", "model.global_batch_size=8"]
+    overrides += ["model.ppo.num_rollout_samples=8", "model.ppo.num_val_samples=8"]
     cfg = load("gpt_ppo_actor", tmp_path, *overrides)
     check_at_start(cfg, "gpt_ppo_actor")  # TP=2 in the checkpoint would make DP=1
     with pytest.raises(ConfigError, match="data parallel size=2"):
@@ -389,17 +370,10 @@ def test_data_parallel_size_counts_once_it_is_known(tmp_path):
 
 
 def test_virtual_stages_need_whole_groups_of_micro_batches(tmp_path):
-    sizes = [
-        "tensor_model_parallel_size=1",
-        "pipeline_model_parallel_size=2",
-        "micro_batch_size=2",
-        "num_layers=4",
-    ]
-    overrides = [
-        "trainer.devices=2",
-        "model.global_batch_size=2",
-        *(f"model.{size}" for size in sizes),
-    ]
+    sizes = ["tensor_model_parallel_size=1", "pipeline_model_parallel_size=2"]
+    sizes += ["micro_batch_size=2", "num_layers=4"]
+    overrides = ["trainer.devices=2", "model.global_batch_size=2"]
+    overrides += [f"model.{size}" for size in sizes]
     check("training_rm", tmp_path, *overrides)
     with pytest.raises(ConfigError, match=r"multiple of 4 .*model.pipeline_model_parallel_size"):
         check("training_rm", tmp_path, *overrides, "model.virtual_pipeline_model_parallel_size=2")
@@ -425,14 +399,8 @@ def test_architecture(overrides, message):
 
 def test_old_yaml_may_refer_to_sizes_that_only_the_checkpoint_knows(tmp_path):
     old = "${multiply:${model.tensor_model_parallel_size},${model.pipeline_model_parallel_size}}"
-    assert (
-        check(
-            "gpt_ppo_actor",
-            tmp_path,
-            f"exp_manager.checkpoint_callback_params.model_parallel_size={old}",
-        )
-        == []
-    )
+    given = f"exp_manager.checkpoint_callback_params.model_parallel_size={old}"
+    assert check("gpt_ppo_actor", tmp_path, given) == []
 
 
 # ---- null architecture keys

@@ -40,12 +40,8 @@ def test_a_default_that_is_a_reference_has_the_value_of_the_completed_section():
 
 
 def test_references_resolve_in_the_configuration_that_the_section_is_a_part_of():
-    cfg = OmegaConf.create(
-        {
-            "model": {"global_batch_size": 5, "x": 7},
-            "trainer": {"ppo": {"ratio_eps": "${model.x}"}},
-        }
-    )
+    model = {"global_batch_size": 5, "x": 7}
+    cfg = OmegaConf.create({"model": model, "trainer": {"ppo": {"ratio_eps": "${model.x}"}}})
 
     ppo = complete(cfg.trainer.ppo, "gpt_ppo_actor", "trainer.ppo")
 

@@ -72,10 +72,8 @@ def test_a_key_is_refused_beyond_its_bounds(name, tmp_path):
 def test_a_switch_is_null_only_where_the_checkpoint_decides(tmp_path):
     with pytest.raises(ConfigError, match="trainer.ppo.whiten_rewards=null must be True or False"):
         check("gpt_ppo_actor", tmp_path, "trainer.ppo.whiten_rewards=null")
-    assert (
-        check("gpt_ppo_actor", tmp_path, "model.bias=null", "model.moe_router_pre_softmax=null")
-        == []
-    )
+    given = "model.bias=null", "model.moe_router_pre_softmax=null"
+    assert check("gpt_ppo_actor", tmp_path, *given) == []
     assert check("gpt_ppo_critic", tmp_path, "model.use_avg_pool=null") == []
 
 
@@ -105,9 +103,8 @@ def test_null_is_refused_where_a_value_is_needed(name, tmp_path):
 def test_a_value_in_the_place_of_a_section_is_refused(key, value, shown, below, tmp_path):
     cfg = load("gpt_ppo_actor", tmp_path)
     OmegaConf.update(cfg, key, value, merge=False)
-    with pytest.raises(
-        ConfigError, match=f"{key}={shown} is a section; set its keys, such as {below}"
-    ):
+    said = f"{key}={shown} is a section; set its keys, such as {below}"
+    with pytest.raises(ConfigError, match=said):
         check_at_start(cfg, "gpt_ppo_actor")
 
 
@@ -175,17 +172,12 @@ def test_keys_of_experts_need_experts(tmp_path):
 
 
 def test_no_remedy_names_what_a_checkpoint_fixes():
-    sizes = {
-        "num_layers": 2,
-        "hidden_size": 32,
-        "num_attention_heads": 4,
-        "tensor_model_parallel_size": 3,
-    }
+    sizes = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4}
+    sizes["tensor_model_parallel_size"] = 3
     with pytest.raises(ConfigError, match="use 3 or 6"):
         check_architecture(sizes)
-    with pytest.raises(
-        ConfigError, match="so set model.tensor_model_parallel_size to a divisor of 4"
-    ) as caught:
+    said = "so set model.tensor_model_parallel_size to a divisor of 4"
+    with pytest.raises(ConfigError, match=said) as caught:
         check_architecture(sizes, fixed=True)
     assert "use 3 or 6" not in str(caught.value)
 
@@ -193,9 +185,8 @@ def test_no_remedy_names_what_a_checkpoint_fixes():
 @pytest.mark.parametrize("sizes", [[], ["model.num_moe_experts=2"]])
 def test_expert_parallelism_of_a_checkpoint_can_be_overridden(sizes, tmp_path):
     cfg = load("gpt_ppo_actor", tmp_path, "model.expert_model_parallel_size=2", *sizes)  # one rank
-    with pytest.raises(
-        ConfigError, match=r"unless it is overridden: model.expert_model_parallel_size=1"
-    ):
+    said = r"unless it is overridden: model.expert_model_parallel_size=1"
+    with pytest.raises(ConfigError, match=said):
         check_with_checkpoint(cfg, "gpt_ppo_actor")
 
 
@@ -203,9 +194,8 @@ def test_one_virtual_stage_means_no_virtual_stages(tiny_tokenizer_dir):
     from nemo_aligner.models.nlp.gpt.megatron_config import build_transformer_config
 
     cfg = tiny_config(tiny_tokenizer_dir, virtual_pipeline_model_parallel_size=1)
-    assert (
-        build_transformer_config(complete_model(cfg)).virtual_pipeline_model_parallel_size is None
-    )
+    config = build_transformer_config(complete_model(cfg))
+    assert config.virtual_pipeline_model_parallel_size is None
 
 
 def test_a_dense_checkpoint_cannot_become_a_mixture_of_experts(tiny_tokenizer_dir, tmp_path):
@@ -220,10 +210,8 @@ def test_a_dense_checkpoint_cannot_become_a_mixture_of_experts(tiny_tokenizer_di
         tiny_config(tiny_tokenizer_dir, virtual_pipeline_model_parallel_size=1)
     ).save_to(path)
     mixture = OmegaConf.merge(dense, {"num_moe_experts": 2, "moe_ffn_hidden_size": 48})
-    with pytest.raises(
-        UserError,
-        match=r"lacks \d+ weight.* such as 'model.*(router|experts).*model_config.yaml",
-    ):
+    said = r"lacks \d+ weight.* such as 'model.*(router|experts).*model_config.yaml"
+    with pytest.raises(UserError, match=said):
         MegatronGPTModel.restore_from(path, override_config_path=mixture)
 
 

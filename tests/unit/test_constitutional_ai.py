@@ -13,19 +13,8 @@ from pathlib import Path
 import chat_models
 import constitutional
 import pytest
-from chat_models import (
-    Sampling,
-    ServedChatModel,
-    Turn,
-    read_api_key,
-    text_form,
-)
-from constitutional import (
-    Generator,
-    Progress,
-    read_judgement,
-    stream_seed,
-)
+from chat_models import Sampling, ServedChatModel, Turn, read_api_key, text_form
+from constitutional import Generator, Progress, read_judgement, stream_seed
 from nemo.collections.common.tokenizers.bytelevel_tokenizers import ByteLevelTokenizer
 from omegaconf import OmegaConf
 
@@ -80,15 +69,8 @@ def no_pauses(monkeypatch):
 
 
 def transcripts(path, count):
-    return write(
-        path,
-        *[
-            [
-                {"transcript": f"\n\nHuman: bad {n} \n\nAssistant: no\n\nHuman: x\n\nAssistant: y"}
-                for n in range(count)
-            ]
-        ],
-    )
+    talk = "\n\nHuman: bad {} \n\nAssistant: no\n\nHuman: x\n\nAssistant: y"
+    return write(path, [{"transcript": talk.format(n)} for n in range(count)])
 
 
 # What NeMo-Aligner 0.7.0 documents (docs/user-guide/cai.rst), as a shell hands it over.
@@ -148,15 +130,12 @@ def test_documented_arguments_are_taken(script):
 
 def sl_arguments(tmp_path, server, *more, count=7):
     prompts = transcripts(tmp_path / "red.jsonl", count)
-    return [
+    files = [
         f"--red-teaming-prompts-dataset-path={prompts}",
-        *EXAMPLES,
         f"--output-filepath={tmp_path}/sl.jsonl",
-        f"--port={server.port}",
-        "--host=127.0.0.1",
-        "--batch_size=3",
-        *more,
     ]
+    address = [f"--port={server.port}", "--host=127.0.0.1"]
+    return [*files, *EXAMPLES, *address, "--batch_size=3", *more]
 
 
 def test_revisions_are_data_of_supervised_fine_tuning(tmp_path, monkeypatch, capsys):
@@ -231,26 +210,14 @@ def test_a_stopped_command_asks_for_what_is_missing(tmp_path, monkeypatch, capsy
 
 
 def test_helpful_conversations_are_mixed_in_and_long_ones_left_out(tmp_path, monkeypatch, capsys):
-    helpful = [
-        {
-            "system": "",
-            "mask": "User",
-            "conversations": [
-                {"from": "User", "value": "x" * (900 if n == 2 else 3)},
-                {"from": "Assistant", "value": f"helpful {n}"},
-            ],
-        }
-        for n in range(4)
-    ]
+    asked = [{"from": "User", "value": "x" * (900 if n == 2 else 3)} for n in range(4)]
+    said = [{"from": "Assistant", "value": f"helpful {n}"} for n in range(4)]
+    about = {"system": "", "mask": "User"}
+    helpful = [about | {"conversations": list(turns)} for turns in zip(asked, said)]
     path = write(tmp_path / "helpful.jsonl", helpful)
     with ChatServer() as server:
-        more = [
-            f"--helpfulness-dataset-path={path}",
-            "--max-seq-length=512",
-            "--tokenizer-library=byte-level",
-            "--tokenizer-model=none",
-            "--num-examples=3",
-        ]
+        more = [f"--helpfulness-dataset-path={path}", "--max-seq-length=512", "--num-examples=3"]
+        more += ["--tokenizer-library=byte-level", "--tokenizer-model=none"]
         given = sl_arguments(tmp_path, server, *more)
         text = run(SL, monkeypatch, capsys, *given, folder=CAI)
     assert "1 conversations are longer than 512 tokens" in text
@@ -396,10 +363,7 @@ def test_comparisons_are_data_of_a_reward_model_and_of_ppo(tmp_path, monkeypatch
         # Another judge, another constitution, and other responses to the same prompts.
         constitution = tmp_path / "constitution"
         constitution.write_text("Say which is least harmful.")
-        for other in (
-            "--ngc-model=other",
-            f"--sys-prompt-constitution-file-path={constitution}",
-        ):
+        for other in ("--ngc-model=other", f"--sys-prompt-constitution-file-path={constitution}"):
             error = run(RL, monkeypatch, capsys, *given, other, folder=CAI)
             assert "cai_preference_dataset.jsonl, line 1: it is no result of this" in error
         (tmp_path / "rl/cai_candidate_dataset.jsonl").unlink()
@@ -431,14 +395,11 @@ def test_comparisons_are_data_of_a_reward_model_and_of_ppo(tmp_path, monkeypatch
         assert len(data) == len(compared) == count
         for number in range(count):
             prompt = bytes(data[number]["text"].tolist()).decode()
-            texts = [
-                bytes(compared[number][side][: compared[number][f"{side}_length"]].tolist())
-                for side in ("chosen", "rejected")
-            ]
+            pair, sides = compared[number], ("chosen", "rejected")
+            texts = [bytes(pair[side][: pair[f"{side}_length"]].tolist()) for side in sides]
             said = prompt.split("\n")[3]
-            assert prompt == (
-                f"<extra_id_0>System\n\n<extra_id_1>User\n{said}\n<extra_id_1>Assistant\n"
-            )
+            turn = f"<extra_id_1>User\n{said}\n<extra_id_1>Assistant\n"
+            assert prompt == f"<extra_id_0>System\n\n{turn}"
             assert [text.decode() for text in texts] == [
                 f"{prompt}{said} at {temperature}\n<extra_id_1>" for temperature in (1.01, 0.01)
             ]
@@ -492,20 +453,12 @@ def engine(policy_file, *options):
     """The engine with the options of a command line, in this process."""
     from chat_models import ModelParser, open_model, text_form
 
-    parser = ModelParser(
-        "", greedy="False", top_p=1.0, top_k=0, repetition_penalty=1.0, end_strings=None
-    )
+    own = {"top_k": 0, "repetition_penalty": 1.0, "end_strings": None}
+    parser = ModelParser("", greedy="False", top_p=1.0, **own)
     parser.set_defaults(seed=3, batch_size=2)
-    args = parser.read(
-        [
-            "--tokens_to_generate=8",
-            "--user_format=Q: {MESSAGE} A:",
-            "--assistant_format={MESSAGE} ",
-            *options,
-            "trainer.accelerator=cpu",
-            "trainer.precision=32",
-        ]
-    )
+    formats = ["--user_format=Q: {MESSAGE} A:", "--assistant_format={MESSAGE} "]
+    cpu = ["trainer.accelerator=cpu", "trainer.precision=32"]
+    args = parser.read(["--tokens_to_generate=8", *formats, *options, *cpu])
     return open_model(args, str(policy_file), text_form(args), None).model
 
 
@@ -532,9 +485,8 @@ def test_revisions_of_the_engine_resume_to_the_same(policy_file, tmp_path):
     prompts = [f"bad {n}" for n in range(5)]
 
     def revised(path, batch_size):
-        return constitutional.revise(
-            Generator(model, 1, batch_size), prompts, principles, [], path
-        )
+        generator = Generator(model, 1, batch_size)
+        return constitutional.revise(generator, prompts, principles, [], path)
 
     whole = revised(tmp_path / "whole.jsonl", 5)
     assert len(whole) + sum("skipped" in r for r in read(tmp_path / "whole.jsonl")) == 5

@@ -15,11 +15,7 @@ from safetensors.torch import load_file
 
 from nemo_aligner.checkpoint import nemo_archive, torch_dist_stream
 from nemo_aligner.checkpoint.hugging_face import writing
-from nemo_aligner.checkpoint.hugging_face.architecture import (
-    PER_SAMPLE,
-    PER_TOKEN,
-    as_class_reads,
-)
+from nemo_aligner.checkpoint.hugging_face.architecture import PER_SAMPLE, PER_TOKEN, as_class_reads
 from nemo_aligner.checkpoint.hugging_face.writing import describe
 from nemo_aligner.convert.__main__ import main
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
@@ -34,23 +30,13 @@ pytestmark = pytest.mark.slow
 
 TOKENS = torch.randint(0, 300, (2, 40), generator=torch.Generator().manual_seed(1))
 # What `config.json` holds beside the model, or can say in several ways; the logits are compared
-BESIDE = {
-    "transformers_version",
-    "_name_or_path",
-    "max_window_layers",
-    "sliding_window",
-    "decoder_sparse_step",
-    "mlp_only_layers",
-    "head_dim",
-}
+BESIDE = {"transformers_version", "_name_or_path", "max_window_layers", "sliding_window"}
+BESIDE |= {"decoder_sparse_step", "mlp_only_layers", "head_dim"}
 
 
 def tensors_of(folder) -> dict[str, torch.Tensor]:
-    return {
-        name: tensor
-        for file in sorted(folder.glob("*.safetensors"))
-        for name, tensor in load_file(file).items()
-    }
+    files = map(load_file, sorted(folder.glob("*.safetensors")))
+    return {name: tensor for file in files for name, tensor in file.items()}
 
 
 @some_of("name", hugging_face.FOLDERS, keep=hugging_face.FEW)
@@ -67,9 +53,8 @@ def test_there_and_back_gives_the_same_bits(write_folder, tmp_path, name):
     assert before.keys() == after.keys()
     for key, tensor in before.items():
         assert after[key].dtype == tensor.dtype and torch.equal(after[key], tensor), key
-    configs = [
-        transformers.AutoConfig.from_pretrained(f).to_dict() for f in (folder, tmp_path / "back")
-    ]
+    read = transformers.AutoConfig.from_pretrained
+    configs = [read(f).to_dict() for f in (folder, tmp_path / "back")]
     for key, value in configs[0].items():
         if key == "rope_parameters":
             assert value.items() <= configs[1][key].items()
@@ -128,10 +113,8 @@ def test_a_model_of_this_package_goes_to_hugging_face(tiny_tokenizer_dir, tmp_pa
     """One that never was a folder: the first architecture that can express it is written, without
     the padding of the vocabulary.
     """
-    for name, keys, class_name in (
-        ("llama", {}, "LlamaForCausalLM"),
-        ("gpt2", GPT2_LIKE, "GPT2LMHeadModel"),
-    ):
+    cases = ("llama", {}, "LlamaForCausalLM"), ("gpt2", GPT2_LIKE, "GPT2LMHeadModel")
+    for name, keys, class_name in cases:
         model = MegatronGPTModel(tiny_config(tiny_tokenizer_dir, name, **keys))
         model.save_to(str(tmp_path / f"{name}.nemo"))
         assert convert("nemo-to-hf", tmp_path / f"{name}.nemo", tmp_path / name) == 0
@@ -333,13 +316,10 @@ def test_what_hugging_face_cannot_express_is_named(tiny_tokenizer_dir, tmp_path,
     model = MegatronGPTModel(tiny_config(tiny_tokenizer_dir, "llama", bias=True))
     model.save_to(str(tmp_path / "model.nemo"))
     assert convert("nemo-to-hf", tmp_path / "model.nemo", tmp_path / "hf") == 2
-    assert (
-        "Llama cannot express model.add_qkv_bias=True, model.bias=True" in capsys.readouterr().err
-    )
-    assert (
-        convert("nemo-to-hf", tmp_path / "model.nemo", tmp_path / "hf", "--architecture", "bert")
-        == 2
-    )
+    said = capsys.readouterr().err
+    assert "Llama cannot express model.add_qkv_bias=True, model.bias=True" in said
+    files = tmp_path / "model.nemo", tmp_path / "hf"
+    assert convert("nemo-to-hf", *files, "--architecture", "bert") == 2
     assert "'bert' is not known" in capsys.readouterr().err
 
 

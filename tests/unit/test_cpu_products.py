@@ -72,9 +72,8 @@ print("checked")
 
 @pytest.mark.full
 def test_products_and_their_gradients_are_those_of_pytorch():
-    done = subprocess.run(
-        [sys.executable, "-c", REGISTERED], capture_output=True, text=True, timeout=100
-    )
+    own = {"capture_output": True, "text": True, "timeout": 100}
+    done = subprocess.run([sys.executable, "-c", REGISTERED], **own)
     assert done.stdout == "checked\n", done.stderr
 
 

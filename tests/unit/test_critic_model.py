@@ -42,12 +42,9 @@ def train_batch(seed=1):
     generator = torch.Generator().manual_seed(seed)
     mask = torch.zeros(4, 7)
     mask[0, 2:7], mask[1, 1:2], mask[2, 3:5] = 1, 1, 1  # the last sample does not count
-    return {
-        "tokens": TOKENS,
-        "returns": torch.randn(4, 7, generator=generator),
-        "prev_values": 0.3 * torch.randn(4, 7, generator=generator),
-        "mask": mask,
-    }
+    returns = torch.randn(4, 7, generator=generator)
+    values = 0.3 * torch.randn(4, 7, generator=generator)
+    return {"tokens": TOKENS, "returns": returns, "prev_values": values, "mask": mask}
 
 
 def train_step(model, optimizer, scheduler):
@@ -62,9 +59,8 @@ def train_step(model, optimizer, scheduler):
 
 
 def weights_of(model):
-    return {
-        name: tensor.detach().clone() for name, tensor in model.unwrapped()[0].named_parameters()
-    }
+    parameters = model.unwrapped()[0].named_parameters()
+    return {name: tensor.detach().clone() for name, tensor in parameters}
 
 
 def assert_same_weights(model, expected):
@@ -72,17 +68,13 @@ def assert_same_weights(model, expected):
         assert torch.equal(tensor, expected[name]), name
 
 
-def test_value_of_a_position_is_the_reward_of_the_tokens_up_to_it(
-    tiny_tokenizer_dir, reward_model_file
-):
+def test_a_value_is_the_reward_of_the_tokens_up_to_it(tiny_tokenizer_dir, reward_model_file):
     critic = make_critic(tiny_tokenizer_dir, reward_model_file, forward_micro_batch_size=3)
     values = critic.infer((TOKENS, LENGTHS))
     assert values.shape == (4, 8)
+    cfg = tiny_config(tiny_tokenizer_dir)
     reward_model = load_from_nemo(
-        MegatronGPTRewardModel,
-        tiny_config(tiny_tokenizer_dir),
-        None,
-        restore_path=reward_model_file,
+        MegatronGPTRewardModel, cfg, None, restore_path=reward_model_file
     )
     for t in range(8):
         rewards = reward_model.infer((TOKENS[:, : t + 1], torch.full((4,), t + 1)))
@@ -91,12 +83,9 @@ def test_value_of_a_position_is_the_reward_of_the_tokens_up_to_it(
 
 
 @pytest.mark.parametrize("precision", [32, "bf16"])
-def test_swapping_disturbs_neither_weights_nor_training(
-    tiny_tokenizer_dir, reward_model_file, precision
-):
-    critics = [
-        make_critic(tiny_tokenizer_dir, reward_model_file, precision=precision) for _ in range(2)
-    ]
+def test_swapping_changes_no_weight_and_no_step(tiny_tokenizer_dir, reward_model_file, precision):
+    make = lambda: make_critic(tiny_tokenizer_dir, reward_model_file, precision=precision)
+    critics = [make(), make()]
     swapping, undisturbed = critics
     swapping.set_reward_model()
     inputs = (TOKENS, LENGTHS)
@@ -191,9 +180,8 @@ def test_metrics_of_the_values_in_training(tiny_tokenizer_dir, reward_model_file
     batch = train_batch(seed=2)
     keep = batch["mask"].bool()
     for micro_batch_size in (1, 4):
-        critic = make_critic(
-            tiny_tokenizer_dir, reward_model_file, micro_batch_size=micro_batch_size
-        )
+        sizes = {"micro_batch_size": micro_batch_size}
+        critic = make_critic(tiny_tokenizer_dir, reward_model_file, **sizes)
         values = critic.infer((TOKENS, LENGTHS))[:, :-1][keep]
         returns, prev = batch["returns"][keep], batch["prev_values"][keep]
         held = prev + (values - prev).clamp(-0.2, 0.2)
@@ -235,12 +223,8 @@ def test_a_regression_reward_model_starts_a_critic_that_merges_its_attributes(
     """
     weights = [2.0, -1.0, 0.5]
     regression = {"num_attributes": 3, "attribute_weights": weights}
-    cfg = tiny_config(
-        tiny_tokenizer_dir,
-        reward_model_type="regression",
-        regression=regression,
-        use_avg_pool=True,
-    )
+    own = {"reward_model_type": "regression", "regression": regression, "use_avg_pool": True}
+    cfg = tiny_config(tiny_tokenizer_dir, **own)
     reward_model = MegatronGPTRegressionRewardModel(cfg)
     reward_model.save_to(str(tmp_path / "rm.nemo"))
     yaml = complete_config({}, "gpt_ppo_critic")
@@ -250,9 +234,8 @@ def test_a_regression_reward_model_starts_a_critic_that_merges_its_attributes(
     def critic(**overrides):
         written = OmegaConf.merge(yaml, {"model": overrides}).model
         model_cfg = load_and_override_model_config(tmp_path / "rm.nemo", written)
-        return load_from_nemo(
-            MegatronGPTCriticModel, model_cfg, None, restore_path=tmp_path / "rm.nemo"
-        )
+        path = tmp_path / "rm.nemo"
+        return load_from_nemo(MegatronGPTCriticModel, model_cfg, None, restore_path=path)
 
     merging = critic()
     merging.set_reward_model()

@@ -13,10 +13,7 @@ from nemo.collections.common.tokenizers import AutoTokenizer, SentencePieceToken
 from omegaconf import OmegaConf
 
 from nemo_aligner.core.errors import ConfigError, UserError
-from nemo_aligner.data.nlp.builders import (
-    build_dataloader,
-    collate_with_pad_to_max_batch,
-)
+from nemo_aligner.data.nlp.builders import build_dataloader, collate_with_pad_to_max_batch
 from nemo_aligner.data.nlp.datasets import (
     DPOModelDataset,
     KTOModelDataset,
@@ -32,7 +29,7 @@ from nemo_aligner.data.nlp.record_encoder import RecordEncoder
 from nemo_aligner.evaluate.rewards import tokens_of
 from nemo_aligner.generate.batch import tokenize
 from nemo_aligner.generate.responses import Response
-from nemo_aligner.generation.text import tokenize_batch
+from nemo_aligner.generation.interface import tokenize_batch
 from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRewardModel
 from tests.chat_forms import FAMILIES, write_tokenizer
 from tests.data_sets import (
@@ -71,9 +68,8 @@ def test_prompts_are_the_raw_text(texts, tiny_tokenizer):
 def test_files_follow_one_another_and_blank_lines_do_not_count(tmp_path, texts, tiny_tokenizer):
     second = tmp_path / "second.jsonl"
     second.write_bytes(b'\n{"text": "c\xc3\xa9"}\r\n   \n{"text": "d"}')  # no newline at the end
-    dataset = RLHFDataset(
-        [texts(["a", "b"]), second, texts(["e"], "third.jsonl")], tiny_tokenizer, 40
-    )
+    files = [texts(["a", "b"]), second, texts(["e"], "third.jsonl")]
+    dataset = RLHFDataset(files, tiny_tokenizer, 40)
     found = [tiny_tokenizer.ids_to_text(dataset[i]["text"].tolist()) for i in range(len(dataset))]
     assert found == ["a", "b", "cé", "d", "e"]
 
@@ -183,11 +179,8 @@ def test_leaving_out_long_pairs_never_shifts_the_pairing(texts, tiny_tokenizer, 
     names = [chr(ord("A") + i // 2 % 26) * n for i, n in enumerate(lengths)]
     names[1::2] = [name[0] + name[1:].lower() for name in names[1::2]]
     dataset = RewardModelDataset([texts(names)], tiny_tokenizer, limit)
-    expected = [
-        (good, bad)
-        for good, bad in zip(names[::2], names[1::2], strict=True)
-        if max(len(good), len(bad)) <= limit
-    ]
+    pairs = zip(names[::2], names[1::2], strict=True)
+    expected = [pair for pair in pairs if max(map(len, pair)) <= limit]
     items = [dataset[i] for i in range(len(dataset))]
     sides = ("chosen", "rejected")
     assert [tuple(sample_of(item, side, tiny_tokenizer) for side in sides) for item in items] == (
@@ -248,9 +241,7 @@ def test_neighbouring_conversations_are_pairs_of_one_prompt(
             make([path], chat_tokenizer, 64)
 
 
-def test_texts_that_share_no_beginning_are_counted(
-    texts, tmp_path, write, tiny_tokenizer, warnings
-):
+def test_texts_of_no_common_beginning_count(texts, tmp_path, write, tiny_tokenizer, warnings):
     pairs = ["Q a? yes", "Q a? no", "R b? yes", "R b? no", "S c?", "T d?"]
     assert len(RewardModelDataset([texts(pairs)], tiny_tokenizer, 32)) == 3
     assert "1 of 3 pairs share no beginning, so no prompt, the first in" in warnings.pop()
@@ -300,11 +291,9 @@ def test_a_key_says_where_the_prompt_of_whole_texts_ends(write, texts, tiny_toke
     assert len(RewardModelDataset([texts(whole)], tiny_tokenizer, 64, data)) == 1
     none = "have no beginning in common that ends with model.data.prompt_end="
     bad = {"chosen": "Q: a\n\nA: b", "rejected": "Q: b\n\nA: a"}
-    for make, lines in {
-        DPOModelDataset: [bad],
-        RewardModelDataset: [{"text": text} for text in bad.values()],
-        KTOModelDataset: [{"response": "Q", "preference": True}],
-    }.items():
+    bad_lines = {DPOModelDataset: [bad], RewardModelDataset: [{"text": x} for x in bad.values()]}
+    bad_lines[KTOModelDataset] = [{"response": "Q", "preference": True}]
+    for make, lines in bad_lines.items():
         with pytest.raises(UserError, match=f"bad.jsonl, line 1.*{none}"):
             make([write(*lines, name="bad.jsonl")], tiny_tokenizer, 64, data)
     for make, lines in {DPOModelDataset: [pair], KTOModelDataset: responses}.items():
@@ -354,16 +343,13 @@ def test_labels_of_one_attribute_and_their_configuration(write, tiny_tokenizer):
 
 def test_bad_labels_are_named_with_file_and_line(write, tiny_tokenizer):
     numbers = "must hold finite numbers"
-    lines = {
-        "[1]": "field 'label' has 1 number, but model.regression.num_attributes=2",
-        "[1, 2, 3]": "field 'label' has 3 numbers",
-        "[]": "field 'label' has 0 numbers",
-        "1": "field 'label' has 1 number,",
-        "[1, NaN]": rf"is \[1, NaN\]: it {numbers}.*-100",
-        **dict.fromkeys(("[1, -Infinity]", "[1, 1e400]", "[1, null]"), numbers),
-        **dict.fromkeys(('[1, "2"]', "[1, true]"), numbers),
-        '"high"': f'is "high": it {numbers}',
-    }
+    lines = {"[1]": "field 'label' has 1 number, but model.regression.num_attributes=2"}
+    lines |= {"[1, 2, 3]": "field 'label' has 3 numbers", "[]": "field 'label' has 0 numbers"}
+    lines |= {"1": "field 'label' has 1 number,"}
+    lines |= {"[1, NaN]": rf"is \[1, NaN\]: it {numbers}.*-100"}
+    lines |= {**dict.fromkeys(("[1, -Infinity]", "[1, 1e400]", "[1, null]"), numbers)}
+    lines |= {**dict.fromkeys(('[1, "2"]', "[1, true]"), numbers)}
+    lines |= {'"high"': f'is "high": it {numbers}'}
     cases = {f'{{"text": "a", "label": {label}}}': message for label, message in lines.items()}
     missing = r"field 'label' is missing; the line has \['score', 'text'\]"
     cases |= {'{"text": "a", "score": [1, 2]}': missing}
@@ -391,10 +377,8 @@ def test_bad_steps_and_responses_are_named(write, tiny_tokenizer, chat_tokenizer
     with pytest.raises(UserError, match="good.jsonl, line 2: field 'prompt' is missing"):
         RegressionRewardModelDataset([path], chat_tokenizer, 64, 1, data_cfg=data)
     plain = RegressionRewardModelDataset([path], tiny_tokenizer, 64, 1)
-    said = [
-        tiny_tokenizer.ids_to_text(item["inputs"][: item["lengths"]].tolist())
-        for item in map(plain.__getitem__, range(4))
-    ]
+    items = [plain[i] for i in range(4)]
+    said = [tiny_tokenizer.ids_to_text(x["inputs"][: x["lengths"]].tolist()) for x in items]
     assert said == ["a\nb", "a\nb\nc", "b", "b\nc"]
     pair = {"prompt": "a", "responses": [" b", " c"], "label": -1}
     for bad, message in (
@@ -444,11 +428,8 @@ def test_sft_template_with_more_fields(write, tiny_tokenizer):
 
 
 def test_sft_truncation(write, tiny_tokenizer, warnings):
-    records = [
-        {"input": "ABCDEFGH", "output": "xy"},
-        {"input": "A", "output": "#" * 30},
-        {"input": "A", "output": "x"},
-    ]
+    texts = {"ABCDEFGH": "xy", "A": "#" * 30}
+    records = [{"input": a, "output": b} for a, b in [*texts.items(), ("A", "x")]]
     path = write(*records, name="sft.jsonl")
 
     def text(index, **overrides):
@@ -465,14 +446,11 @@ def test_sft_truncation(write, tiny_tokenizer, warnings):
     assert "1 of them keep nothing of a response" in warnings[-1]
 
 
-ALPACA = [
-    {"instruction": "the film", "input": given, "output": "a joy"} for given in ("", "a plot", " ")
-]
+ALPACA = {"instruction": "the film", "output": "a joy"}
+ALPACA = [{**ALPACA, "input": given} for given in ("", "a plot", " ")]
 
 
-def test_alpaca_without_columns_is_refused_with_the_line_that_reads_it(
-    write, tiny_tokenizer, warnings
-):
+def test_alpaca_without_columns_is_refused_with_the_remedy(write, tiny_tokenizer, warnings):
     path = write(*ALPACA, name="alpaca.jsonl")
     line = r"""columns="{input: '{instruction}{\n\n?input}'}" reads it"""
     with pytest.raises(UserError) as refused:
@@ -557,10 +535,7 @@ def test_sft_refusals(write, tiny_tokenizer):
         ({"prompt_template": "{output} {input}"}, "must end with the response, {output}"),
         ({"truncation_field": "context"}, "truncation_field='context' is not a field"),
         ({"truncation_method": "middle"}, "'middle'"),
-        (
-            {"max_seq_length": 5, "truncation_field": None},
-            "the prompt alone fills max_seq_length=5",
-        ),
+        ({"max_seq_length": 5, "truncation_field": None}, "the prompt alone fills max_seq_leng"),
         ({"add_sep": True}, "add_sep=True is not supported yet"),
         ({"file_path": None}, "file_path .* is not set"),
         ({"label_key": "a", "prompt_template": "{input}{a}"}, "line 1: field 'a' is missing"),
@@ -671,10 +646,8 @@ def test_requests_too_narrow_for_the_longest_rollout_are_warned_of(
     prefix = {"train": texts(["#" * 9, "#" * 40, sentence], "train.jsonl")}
     prefix["validation"] = texts(["a", "é" * 8], "val.jsonl")
     train, validation, _ = build_prompts(prefix, tiny_tokenizer, seq_length=48, model=model)
-    longest = {
-        each: max(int(i["length"]) for i in map(each.__getitem__, range(len(each))))
-        for each in (train, validation)
-    }
+    sets = train, validation
+    longest = {each: max(int(each[i]["length"]) for i in range(len(each))) for each in sets}
     for datasets in ([train], [validation], [train, validation], [validation, train]):
         widest = max(datasets, key=longest.get)
         needed = longest[widest] + 12
@@ -751,12 +724,9 @@ def test_bos_is_where_the_tokenizer_itself_puts_it(write, bos_tokenizer_dir, tex
     assert made == [written] * len(made)
     cut = Response(text[:-4], text[-4:], is_end=False)
     assert tokens_of(cut, tokenizer) == own
-    policy = SimpleNamespace(
-        tokenizer=tokenizer,
-        encoder=RecordEncoder(tokenizer),
-        params=SimpleNamespace(max_length=4),
-        generator=SimpleNamespace(max_sequence_length=24),
-    )
+    parts = {"tokenizer": tokenizer, "encoder": RecordEncoder(tokenizer)}
+    parts["generator"] = SimpleNamespace(max_sequence_length=24)
+    policy = SimpleNamespace(params=SimpleNamespace(max_length=4), **parts)
     assert tokenize(policy, [{"text": text}], "prompts") == [own]
 
 

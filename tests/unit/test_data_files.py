@@ -13,17 +13,15 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from nemo.collections.common.tokenizers import AutoTokenizer
 from omegaconf import OmegaConf
 
 from nemo_aligner.config.data_rules import plain_columns
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.data.nlp import index_files
 from nemo_aligner.data.nlp.datasets import DPOModelDataset, RewardModelDataset
+from nemo_aligner.data.nlp.fields import Columns
 from nemo_aligner.data.nlp.prompts import RLHFDataset
-from nemo_aligner.data.nlp.records import Columns, Records
-from nemo_aligner.data.nlp.sources import DataFile
-from tests.chat_forms import FAMILIES, write_tokenizer
+from nemo_aligner.data.nlp.records import DataFile, Records
 from tests.data_sets import (
     build_labelled,
     build_pairs,
@@ -31,7 +29,6 @@ from tests.data_sets import (
     prompts_of,
     sample_of,
     sft,
-    trained_of,
 )
 
 ROWS = [{"text": f"text {n} naïve 日本", "tags": [{"n": n}, {"n": -n}]} for n in range(700)]
@@ -104,18 +101,11 @@ def write_pattern(path, rows):
     return path / "x-*.parquet"
 
 
-KINDS = {
-    "jsonl": (write_jsonl, "data.jsonl"),
-    "gz": (write_gz, "data.jsonl.gz"),
-    "zst": (write_zst, "data.jsonl.zst"),
-    "parquet": (write_parquet, "data.parquet"),
-    "arrow": (write_arrow, "data.arrow"),
-    "saved": (write_saved, "saved"),
-    "folder": (write_folder, "folder"),
-    "splits": (write_splits, "splits"),
-    "saved-splits": (write_saved_splits, "saved"),
-    "pattern": (write_pattern, "pattern"),
-}
+KINDS = {"jsonl": (write_jsonl, "data.jsonl"), "gz": (write_gz, "data.jsonl.gz")}
+KINDS |= {"zst": (write_zst, "data.jsonl.zst"), "parquet": (write_parquet, "data.parquet")}
+KINDS |= {"arrow": (write_arrow, "data.arrow"), "saved": (write_saved, "saved")}
+KINDS |= {"folder": (write_folder, "folder"), "splits": (write_splits, "splits")}
+KINDS |= {"saved-splits": (write_saved_splits, "saved"), "pattern": (write_pattern, "pattern")}
 
 
 def write(kind, folder, rows):
@@ -185,9 +175,7 @@ def test_what_is_kept_lies_in_index_mapping_dir(tmp_path, no_small_files):
     assert names == {".npy", ".arrow", ".lock"}
 
 
-def test_a_folder_that_cannot_be_written_does_no_harm(
-    tmp_path, no_small_files, monkeypatch, warnings
-):
+def test_a_folder_without_write_access_is_read(tmp_path, no_small_files, monkeypatch, warnings):
     """A file stands where the folder of the index would be."""
     (tmp_path / index_files.FOLDER).write_text("")
     path = write_parquet(tmp_path / "a.parquet", ROWS)
@@ -228,10 +216,8 @@ def test_columns_by_hand():
 
 
 def test_layouts_of_tldr_and_helpsteer2(tmp_path, tiny_tokenizer):
-    posts = [
-        {"info": {"post": f"p{n}\nTL;DR:"}, "summaries": [{"text": " a"}, {"text": f" {n}"}]}
-        for n in range(4)
-    ]
+    said = [[{"text": " a"}, {"text": f" {n}"}] for n in range(4)]
+    posts = [{"info": {"post": f"p{n}\nTL;DR:"}, "summaries": each} for n, each in enumerate(said)]
     prefix = {"train": [str(write_parquet(tmp_path / "comparisons.parquet", posts))]}
     columns = {"prompt": "info.post", "chosen": "summaries.0.text", "rejected": "summaries.1.text"}
     pairs, _, _ = build_pairs(prefix, tiny_tokenizer, columns=columns)
@@ -261,37 +247,6 @@ def test_layout_of_gsm8k(tmp_path, tiny_tokenizer):
         assert len(dataset) == count
         parts = map(tiny_tokenizer.text_to_ids, ("1 + 1?", " <<1+1>>\n#### 2"))
         assert dataset[1]["tokens"] == [*sum(parts, []), tiny_tokenizer.eos_id]
-
-
-def test_layout_of_ultrafeedback(tmp_path):
-    """Its parquet files for all three jobs, through the chat template of the tokenizer."""
-    tokenizer = AutoTokenizer(write_tokenizer(tmp_path / "tokenizer", FAMILIES["chatml"]))
-    question, *replies = (
-        {"content": content, "role": role}
-        for content, role in (("is 3 odd?", "user"), ("3 is", "assistant"), ("no", "assistant"))
-    )
-    good, bad = ([question, reply] for reply in replies)
-    row = {"prompt": "is 3 odd?", "chosen": good, "rejected": bad, "messages": good}
-    folder = tmp_path / "ultrafeedback_binarized" / "data"
-    folder.mkdir(parents=True)
-    for split in ("train_prefs", "test_prefs"):
-        write_parquet(folder / f"{split}-00000-of-00001.parquet", [row | {"score_chosen": 0.5}])
-    train = str(folder.parent / "train_prefs")
-    form, how = {"chat_template": "tokenizer"}, {"seq_length": 80}
-    pairs, _, _ = build_pairs({"train": [train]}, tokenizer, **how, **form)
-    prompts, _, _ = build_prompts({"train": [train]}, tokenizer, **how, **form)
-    examples = sft(train, tokenizer, {"max_seq_length": 80}, **form)
-    assert len(pairs) == len(prompts) == len(examples) == 1
-
-    def text(ids):
-        return tokenizer.tokenizer.decode(ids, skip_special_tokens=False)
-
-    prompt = "<|im_start|>user\nis 3 odd?<|im_end|>\n<|im_start|>assistant\n"
-    for name, response in (("chosen", "3 is"), ("rejected", "no")):
-        tokens = pairs[0][name][: pairs[0][f"{name}_length"]]
-        assert text(tokens) == f"{prompt}{response}<|im_end|>"
-    assert text(prompts[0]["text"]) == prompt
-    assert text(trained_of(examples[0])) == "3 is<|im_end|>"
 
 
 def test_pairs_in_rows_and_in_lines_do_not_mix(tmp_path, tiny_tokenizer):

@@ -18,16 +18,9 @@ class Layer:
     """A linear layer of Megatron Core's `extensions.transformer_engine`."""
 
     def __init__(self, **attributes):
-        vars(self).update(
-            weight=torch.randn(6, 4),
-            bias=torch.randn(6),
-            use_bias=True,
-            parallel_mode="column",
-            normalization="RMSNorm",
-            layer_norm_bias=None,
-            eps=1e-5,
-            zero_centered_gamma=False,
-        )
+        vars(self).update(weight=torch.randn(6, 4), bias=torch.randn(6), use_bias=True, eps=1e-5)
+        self.parallel_mode, self.normalization = "column", "RMSNorm"
+        self.layer_norm_bias, self.zero_centered_gamma = None, False
         vars(self).update(attributes)
 
     def __call__(self, x):
@@ -58,13 +51,8 @@ def test_a_layer_without_a_norm(group):
 @pytest.mark.parametrize("one_added", [False, True])
 def test_a_layer_with_a_norm(group, kind, one_added):
     weight, bias = torch.randn(4), torch.randn(4) if kind == "LayerNorm" else None
-    layer = Layer(
-        normalization=kind,
-        layer_norm_weight=weight,
-        layer_norm_bias=bias,
-        zero_centered_gamma=one_added,
-        eps=0.1,
-    )
+    own = {"layer_norm_weight": weight, "layer_norm_bias": bias, "zero_centered_gamma": one_added}
+    layer = Layer(normalization=kind, eps=0.1, **own)
     centered = X - X.mean(-1, keepdim=True) if kind == "LayerNorm" else X
     scaled = centered / (centered.square().mean(-1, keepdim=True) + 0.1).sqrt()
     normed = scaled * (weight + one_added) + (0 if bias is None else bias)

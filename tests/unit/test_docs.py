@@ -6,27 +6,28 @@ links lead somewhere, figures stand in one place, and the site has all pages.
 
 import ast
 import functools
+import importlib
 import re
+import shlex
 from pathlib import Path
 
 import yaml
+from omegaconf import OmegaConf
 
+from nemo_aligner.__main__ import TOOLS, job_modules, load_job
+from nemo_aligner.config.checks import unknown_keys
+from nemo_aligner.config.inert_keys import INERT
+from nemo_aligner.config.schema import FREE, LIVE
+from nemo_aligner.core.errors import UserError
 from nemo_aligner.utils import DOORS
 from tests.cases import in_one_test
 from tests.mutants import MUTANTS
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "nemo_aligner"
-PAGES = [
-    ROOT / "README.md",
-    ROOT / "CHANGELOG.md",
-    ROOT / "CONTRIBUTING.md",
-    ROOT / "SECURITY.md",
-    ROOT / "benchmarks/README.md",
-    ROOT / "benchmarks/figures.md",
-    ROOT / "examples/quickstart/README.md",
-    *sorted((ROOT / "docs").glob("*.md")),
-]
+NAMES = "README", "CHANGELOG", "CONTRIBUTING", "SECURITY", "benchmarks/README"
+NAMES += "benchmarks/figures", "examples/quickstart/README"
+PAGES = [*(ROOT / f"{name}.md" for name in NAMES), *sorted((ROOT / "docs").glob("*.md"))]
 every_page = in_one_test("page", PAGES)
 
 # Folders in which a path of a page may lie, besides the page's own.
@@ -139,14 +140,84 @@ def test_scripts_in_commands_exist(page):
         assert (ROOT / path).exists(), path
     makefile = (ROOT / "Makefile").read_text()
     targets = set(re.findall(r"(?m)^([\w-]+):", makefile))
-    assert (
-        set(re.findall(r"\bmake ([a-z][\w-]+)\b(?=[` \n])", "\n".join(commands(text)))) <= targets
-    )
+    named = re.findall(r"\bmake ([a-z][\w-]+)\b(?=[` \n])", "\n".join(commands(text)))
+    assert set(named) <= targets
 
 
 def commands(text):
     """Indented lines and spans of code."""
     return re.findall(r"(?m)^ {4}(.*)$", text) + re.findall(r"`([^`\n]+)`", text)
+
+
+@every_page
+def test_commands_are_accepted(page):
+    """Jobs know the keys, the parsers of tools the options, of each command in a block of code."""
+    text = re.sub(r"\\\n *", " ", page.read_text(encoding="utf-8"))
+    for line in re.findall(r"(?m)^ *(?:\$ |srun |torchrun .* -m )?nemo[-_]aligner (\w.*)$", text):
+        refused = refusal(shlex.split(re.sub(r"\[(--.*?)\]", r"\1", line), comments=True))
+        assert not refused, f"{line}: {refused}"
+
+
+def refusal(words):
+    """What is wrong with the words behind `nemo-aligner`; None: nothing."""
+    jobs = job_modules()
+    name = " ".join(words[:2]) if " ".join(words[:2]) in jobs else words[0]
+    if name in jobs:
+        config = load_job(name, jobs[name][0]).config_name
+        other = [word for word in words[len(name.split()) :] if "=" not in word]
+        return unknown_keys(settings(words), config) or set(other) - {"...", "-v", "KEY=VALUE"}
+    if name not in TOOLS:
+        return "no command"
+    if name == "config":
+        return "no job" if words[1] not in {job.split()[-1] for job in jobs} | set(TOOLS) else None
+    if name == "report":
+        return None
+    parser = importlib.import_module(f"nemo_aligner.{TOOLS[name][0]}").parser()
+    parse = parser.parse_args if name == "convert" else parser.parse_intermixed_args
+    try:
+        parse([word for word in words[1:] if word != "..."])
+    except (UserError, SystemExit) as error:
+        return str(error)
+    return unknown_keys(settings(words), name) if name in LIVE else None
+
+
+def settings(words):
+    """`key=value` words as a nested dict."""
+    found = {}
+    for word in words:
+        key, is_setting, value = word.lstrip("+~").partition("=")
+        if is_setting and not key.startswith("-"):
+            OmegaConf.update(tree := OmegaConf.create(found), key, yaml.safe_load(value))
+            found = OmegaConf.to_container(tree)
+    return found
+
+
+@in_one_test(
+    "command",
+    [
+        "train pppo",
+        "train ppo trainer.ppo.reward_fun=a.py:b",
+        "plan MODEL",
+        "config gpt_ppo_actor",
+    ],
+)
+def test_commands_that_nothing_accepts_are_found(command):
+    assert refusal(command.split())
+
+
+SECTIONS = r"(?:model|trainer|exp_manager|inference|server|remote_\w+|pretrained_checkpoint)"
+
+
+@every_page
+def test_keys_exist(page):
+    """Dotted keys, but where the page is about former ones."""
+    if page.name in ("CHANGELOG.md", "migration.md"):
+        return
+    known = set().union(*(LIVE[config] | INERT[config].keys() for config in LIVE))
+    known |= {".".join(key.split(".")[:n]) for key in known for n in range(1, 8)}
+    named = re.findall(rf"(?<![\w./-])({SECTIONS}(?:\.\w+)+)(?=[=`\s])", page.read_text())
+    below = tuple(f"{section}." for section in FREE)
+    assert {key for key in named if key not in known and not key.startswith(below)} == set()
 
 
 @every_page
@@ -172,9 +243,8 @@ def test_links_lead_somewhere(page):
 
 def anchors(page):
     headings = re.findall(r"(?m)^#+ (.*)$", prose(page))
-    return {
-        re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in headings
-    }
+    words = [re.sub(r"[^\w\- ]", "", heading).strip().lower() for heading in headings]
+    return {each.replace(" ", "-") for each in words}
 
 
 # ------------------------------------------------------------------------------------------- prose
@@ -203,11 +273,8 @@ def test_readme_is_a_front_door():
 
 def rows_of_tables(text):
     """Cells of every row of the tables in a text, headers included."""
-    return [
-        [cell.strip() for cell in line.strip("|").split("|")]
-        for line in text.splitlines()
-        if line.startswith("|") and not line.startswith("|---")
-    ]
+    rows = [line for line in text.splitlines() if line.startswith("|") and line[1:4] != "---"]
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
 
 
 def test_every_difference_is_told_from_both_sides():
@@ -224,33 +291,20 @@ def test_every_difference_is_told_from_both_sides():
 
 
 def test_every_algorithm_has_a_command_and_a_test():
-    """Each row of the comparison: a script with its configuration, and a test that runs it."""
+    """Each row of the comparison: a script with its configuration, which some test runs."""
     text = (ROOT / "docs/algorithms.md").read_text(encoding="utf-8")
-    rows = [line.strip("|").split("|") for line in text.splitlines() if line.startswith("| [")]
+    tests = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("*.py"))
     scripts = set()
-    for row in rows:
-        command, test = row[5].strip().strip("`"), row[6].strip().strip("`")
+    for command in re.findall(r"(?m)^\| \[.*\| `([^`]+)` \|$", text):
         (script,) = (ROOT / "examples/nlp").glob(f"*/{command.split()[0]}")
         configs = re.findall(r'config_name="(\w+)"', script.read_text(encoding="utf-8"))
         assert len(configs) == (script.parent.name == "gpt")  # others write data
         assert all((ROOT / "conf" / f"{config}.yaml").is_file() for config in configs)
-        file, _, name = test.partition(":")
-        assert name in definitions(ROOT / file), test
-        assert script.stem in with_helpers(ROOT / file), f"{file} does not run {script.name}"
+        assert script.stem in tests, f"no test runs {script.name}"
         if script.parent.name == "gpt":
             scripts.add(script.name)
     trained = {path.name for path in (ROOT / "examples/nlp/gpt").glob("train_*.py")}
     assert scripts == trained
-
-
-def with_helpers(file: Path) -> str:
-    """The text of a test file and of the modules of functional tests that it imports."""
-    text = file.read_text(encoding="utf-8")
-    helpers = re.findall(r"(?m)^from tests\.functional\.(\w+) import", text)
-    for names in re.findall(r"(?m)^from tests\.functional import (.+)$", text):
-        helpers += re.findall(r"\w+", names)
-    folder = ROOT / "tests/functional"
-    return text + "".join((folder / f"{name}.py").read_text(encoding="utf-8") for name in helpers)
 
 
 def test_readme_and_results_tell_of_the_same_run():

@@ -115,13 +115,7 @@ TORCH = "torch<2.14,>=2.6"
     ("error", "installed", "wrong", "status", "words"),
     [
         (ImportError(), None, "not installed", MISSING, f"not installed. pip install '{TORCH}'"),
-        (
-            OSError("no"),
-            "2.13.0",
-            "",
-            MISSING,
-            r"not import \(OSError: no\).*--force",
-        ),
+        (OSError("no"), "2.13.0", "", MISSING, r"not import \(OSError: no\).*--force"),
         (BROKEN, "2.13.0", "", MISSING, "undefined symbol.*that fits this torch.*pip uninstall"),
         (None, "2.5.0", "installed: 2.5.0", WARNING, f"2.5.0;.*pip install '{TORCH}'"),
         (None, "2.13.0", "", OK, "2.13.0"),
@@ -134,11 +128,8 @@ def test_a_package(faked, error, installed, wrong, status, words):
 
 
 def test_requirements_without_a_line_of_their_own(monkeypatch):
-    found = {
-        "numpy<3": "installed: 3.1",
-        "psutil>=5.9": "not installed",
-        "rich>=13": "installed: 1",
-    }
+    found = {"numpy<3": "installed: 3.1", "psutil>=5.9": "not installed"}
+    found["rich>=13"] = "installed: 1"
     monkeypatch.setattr(start_up, "unsupported", lambda: found)
     missing, other = doctor.others(doctor.unsupported())
     says(missing, MISSING, "psutil +not installed. pip install 'psutil>=5.9'")
@@ -159,11 +150,8 @@ def fake_torch(build, names=(), error=None):
             raise error
         return bool(names)
 
-    device = types.SimpleNamespace(
-        is_available=is_available,
-        device_count=lambda: len(names),
-        get_device_name=names.__getitem__,
-    )
+    device = types.SimpleNamespace(is_available=is_available, get_device_name=names.__getitem__)
+    device.device_count = lambda: len(names)
     return types.SimpleNamespace(version=types.SimpleNamespace(cuda=build), cuda=device)
 
 
@@ -174,12 +162,7 @@ def fake_torch(build, names=(), error=None):
         (fake_torch(None), False, OK, "on the CPU"),
         (None, False, OK, "on the CPU"),
         (fake_torch(None), True, WARNING, "build of torch with CUDA"),
-        (
-            fake_torch("13.0", error=RuntimeError("driver")),
-            True,
-            WARNING,
-            "new enough for CUDA 13",
-        ),
+        (fake_torch("13.0", error=RuntimeError("x")), True, WARNING, "new enough for CUDA 13"),
     ],
 )
 def test_cuda(monkeypatch, torch, gpu_there, status, words):
@@ -252,9 +235,8 @@ def test_temporary_folders(monkeypatch, tmp_path):
     assert finding.status in (OK, WARNING)
     monkeypatch.setattr(doctor.tempfile, "gettempdir", lambda: f"{tmp_path}/{'long' * 10}")
     assert "/tmp" in list(doctor.temporary_folders())[-1].text
-    flags = types.SimpleNamespace(
-        f_flag=os.ST_NOEXEC, f_blocks=9 * GB, f_bavail=8 * GB, f_frsize=1
-    )
+    blocks = {"f_blocks": 9 * GB, "f_bavail": 8 * GB, "f_frsize": 1}
+    flags = types.SimpleNamespace(f_flag=os.ST_NOEXEC, **blocks)
     monkeypatch.setattr(os, "statvfs", lambda _path: flags)
     says(list(doctor.temporary_folders())[-1], MISSING, "noexec.*TMPDIR")
 
@@ -294,14 +276,10 @@ def test_summary():
 
 
 def run(tmp_path, *command):
-    done = subprocess.run(
-        [sys.executable, *command, tmp_path / "runs"],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    command = [sys.executable, *command, tmp_path / "runs"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    options = {"cwd": tmp_path, "capture_output": True, "text": True, "timeout": 300}
+    done = subprocess.run(command, env=environment, **options)
     lines = done.stdout.splitlines()
     assert lines[-2] == ""
     return done, dict(zip([line[9:29].strip() for line in lines], lines, strict=True))

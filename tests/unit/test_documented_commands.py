@@ -193,30 +193,20 @@ _PARALLEL_SIZE = "exp_manager.checkpoint_callback_params.model_parallel_size"
 
 
 def training(section):
-    return {
-        "trainer.devices": 8,
-        "trainer.accelerator": "gpu",
-        "trainer.gradient_clip_val": f"${{trainer.{section}.gradient_clip_val}}",
-        "exp_manager.explicit_log_dir": "/results",
-        _PARALLEL_SIZE: _SIZES,
-        "model.optim.overlap_param_sync": False,
-    }
+    keys = {"trainer.devices": 8, "trainer.accelerator": "gpu", _PARALLEL_SIZE: _SIZES}
+    keys |= {"exp_manager.explicit_log_dir": "/results", "model.optim.overlap_param_sync": False}
+    clip = f"${{trainer.{section}.gradient_clip_val}}"
+    return keys | {"trainer.gradient_clip_val": clip}
 
 
 # Of the jobs that began as NeMo's own.
-_OF_NEMO = {
-    "trainer.accelerator": "gpu",
-    "model.restore_from_path": "???",
-    "model.resume_from_checkpoint": None,
-    "model.save_nemo_on_validation_end": True,
-    "model.sync_batch_comm": False,
-    "model.activations_checkpoint_layers_per_pipeline": None,
-    "model.answer_only_loss": False,
-    "model.gradient_as_bucket_view": False,
-    "model.seq_len_interpolation_factor": None,
-    "model.use_flash_attention": None,
-    "model.ffn_dropout": 0.0,
-}
+_OF_NEMO = {"trainer.accelerator": "gpu", "model.restore_from_path": "???"}
+_OF_NEMO |= {"model.resume_from_checkpoint": None, "model.save_nemo_on_validation_end": True}
+_OF_NEMO |= {"model.sync_batch_comm": False}
+_OF_NEMO |= {"model.activations_checkpoint_layers_per_pipeline": None}
+_OF_NEMO |= {"model.answer_only_loss": False, "model.gradient_as_bucket_view": False}
+_OF_NEMO |= {"model.seq_len_interpolation_factor": None, "model.use_flash_attention": None}
+_OF_NEMO |= {"model.ffn_dropout": 0.0}
 _FOLDER_OF_NEMO = {
     "exp_manager.explicit_log_dir": None,
     _PARALLEL_SIZE: "${model.tensor_model_parallel_size}",

@@ -50,12 +50,9 @@ STEPS, PAIRS, LENGTH = 20, preference_jobs.BATCH, 44
 def records(count):
     """Pairs of ragged lengths with rewards."""
     for i in range(count):
-        yield {
-            "prompt": "the film" + " so" * (i % 5) + f" {i}",
-            "chosen": RESPONSES[i % 4],
-            "rejected": RESPONSES[(i + 1 + i // 4 % 3) % 4],
-            "chosen_reward": 0.5 * (i % 3),
-        }
+        sides = {"chosen": RESPONSES[i % 4], "rejected": RESPONSES[(i + 1 + i // 4 % 3) % 4]}
+        prompt = "the film" + " so" * (i % 5) + f" {i}"
+        yield {"prompt": prompt, **sides, "chosen_reward": 0.5 * (i % 3)}
 
 
 # --- the data set
@@ -90,10 +87,8 @@ def test_items_are_the_tokens_of_the_texts_with_masks_of_the_responses(tiny_toke
 def test_only_the_last_response_of_a_conversation_counts(tiny_tokenizer, tmp_path):
     first = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "a joy"}]
     prompt = [*first, {"role": "user", "content": "and this?"}]
-    pair = {
-        "chosen": [{"role": "assistant", "content": "a dull one"}],
-        "rejected": [{"role": "assistant", "content": "a warm one"}],
-    }
+    said = {"chosen": "a dull one", "rejected": "a warm one"}
+    pair = {side: [{"role": "assistant", "content": text}] for side, text in said.items()}
     template = tmp_path / "template.jinja"
     template.write_text(CHAT)
     path = write(tmp_path / "chat.jsonl", [{"prompt": prompt, **pair}])
@@ -126,9 +121,7 @@ BAD_LINES = [
 
 
 @pytest.mark.parametrize(("kind", "whole", "changes", "message"), BAD_LINES)
-def test_lines_that_are_no_items_are_named(
-    tiny_tokenizer, tmp_path, kind, whole, changes, message
-):
+def test_lines_without_items_are_named(tiny_tokenizer, tmp_path, kind, whole, changes, message):
     line = {key: value for key, value in {**whole, **changes}.items() if value is not None}
     path = write(tmp_path / "items.jsonl", [whole if changes else PAIR, line])
     with pytest.raises(UserError, match=f"(?s)line 2.*{message}"):
@@ -254,12 +247,10 @@ def test_a_stored_dropout_is_off_unless_it_is_asked_for(
     MegatronGPTModel(tiny_config(tiny_tokenizer_dir, **dropout)).save_to(f"{base}/")
     sizes = {"model.global_batch_size": PAIRS, "model.micro_batch_size": 2}
     tuning = {"adapter_dropout": 0.5, "row_init_method": "normal"}
-    changes = {
-        "": {},
-        "dropout": {"model.hidden_dropout": 0.1},
-        "none": {"model.hidden_dropout": 0, "model.attention_dropout": 0.0},
-        "adapters": {"model.peft.peft_scheme": "lora", "model.peft.lora_tuning": tuning},
-    }[asked]
+    none = {"model.hidden_dropout": 0, "model.attention_dropout": 0.0}
+    lora = {"model.peft.peft_scheme": "lora", "model.peft.lora_tuning": tuning}
+    changes = {"": {}, "dropout": {"model.hidden_dropout": 0.1}, "none": none, "adapters": lora}
+    changes = changes[asked]
     cfg = job_configuration("gpt_dpo", base, **sizes, **changes)
     cfg.model = load_and_override_model_config(base, cfg.model)
     model = load_from_nemo(MegatronGPTDPOModel, cfg.model, None, restore_path=base)
@@ -273,9 +264,8 @@ def test_a_stored_dropout_is_off_unless_it_is_asked_for(
     assert sum("is off in this job" in line and off in line for line in said) == (asked != "none")
     # Of a policy that starts from other weights than its reference, a line says so before.
     assert sum("first_rewards is" in line for line in said) == (asked == "dropout")
-    assert sum("the reference policy is the base" in line for line in said) == (
-        asked == "adapters"
-    )
+    told = sum("the reference policy is the base" in line for line in said)
+    assert told == (asked == "adapters")
     model.save_config_to(tmp_path)
     stored = OmegaConf.load(tmp_path / "model_config.yaml")
     assert {key: stored[key] for key in dropout} == (dropout if asked != "none" else zero)
@@ -342,9 +332,7 @@ def test_a_batch_needs_its_reference(tiny_tokenizer_dir, tiny_tokenizer, tmp_pat
 
 
 @pytest.mark.parametrize("average", [False, True], ids=["sums", "means"])
-def test_an_alarm_when_both_responses_become_unlikely(
-    tiny_tokenizer_dir, tiny_tokenizer, tmp_path, average
-):
+def test_an_alarm_when_both_become_unlikely(tiny_tokenizer_dir, tiny_tokenizer, tmp_path, average):
     """The threshold is in nats per response, whatever the rewards are."""
     settings = job(preference_average_log_probs=average)
     model = MegatronGPTDPOModel(OmegaConf.merge(tiny_config(tiny_tokenizer_dir), settings))

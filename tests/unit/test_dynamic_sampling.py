@@ -32,26 +32,17 @@ class DullRewards(FakeRewards):
 
 
 def random_loader(global_batch_size, consumed_samples):
-    sampler = MegatronPretrainingRandomSampler(
-        NUM_PROMPTS,
-        consumed_samples,
-        2,
-        parallel_state.get_data_parallel_rank(),
-        parallel_state.get_data_parallel_world_size(),
-        global_batch_size=global_batch_size,
-        seed=3,
-    )
+    rank = parallel_state.get_data_parallel_rank()
+    sizes = NUM_PROMPTS, consumed_samples, 2, rank, parallel_state.get_data_parallel_world_size()
+    own = {"global_batch_size": global_batch_size, "seed": 3}
+    sampler = MegatronPretrainingRandomSampler(*sizes, **own)
     return SimpleNamespace(batch_sampler=sampler, dataset=Prompts())
 
 
 def make(rounds, dull=DullRewards.dull, **changes):
-    settings = dict(
-        advantage_estimator="grpo",
-        num_rollouts_per_prompt=3,
-        initial_policy_kl_penalty=0.0,
-        builder=functools.partial(random_loader, 8),
-        dynamic_sampling_rounds=rounds,
-    )
+    settings = dict(advantage_estimator="grpo", num_rollouts_per_prompt=3)
+    settings |= dict(initial_policy_kl_penalty=0.0, dynamic_sampling_rounds=rounds)
+    settings["builder"] = functools.partial(random_loader, 8)
     trainer = make_trainer(**settings | changes)
     rewards = DullRewards(trainer.events)
     rewards.dull = dull
@@ -61,9 +52,8 @@ def make(rounds, dull=DullRewards.dull, **changes):
 
 def trained_on(trainer, updates=slice(None)):
     """Numbers of the prompts of the updates, sorted; each with as many responses."""
-    rows = torch.cat(
-        [batch["response_tokens"][:, 0] - 1 for batch in trainer.model.batches[updates]]
-    )
+    batches = trainer.model.batches[updates]
+    rows = torch.cat([batch["response_tokens"][:, 0] - 1 for batch in batches])
     numbers, counts = rows.unique(return_counts=True)
     assert set(counts.tolist()) == {3}
     return numbers.tolist()
@@ -80,9 +70,8 @@ def test_a_rollout_is_filled_with_prompts_that_have_a_signal():
     assert first["train_rollouts/prompts_drawn"] == drawn
     assert first["train_rollouts/fraction_of_prompts_without_signal"] == 0
     assert first["train_rollouts/rollout_size"] == 24
-    assert first["train_rollouts/rewards_kind"] == pytest.approx(
-        2 * first["train_rollouts/rewards"]
-    )
+    kind, every = (first[f"train_rollouts/rewards{end}"] for end in ("_kind", ""))
+    assert kind == pytest.approx(2 * every)
     assert len(trainer.logger.series("timers/generate")) == 1  # of all rounds together
     off = make(0, max_steps=1)
     off.fit()
@@ -121,12 +110,10 @@ def test_choice_is_that_of_a_loop_over_the_rounds():
         for number in range(3):
             idx = torch.randperm(10, generator=generator)[:wanted].sort().values
             rewards = torch.randint(0, 2, (wanted * responses,), generator=generator).float()
-            rollout = {
-                "response_tokens": torch.ones(wanted * responses, 3, dtype=torch.int64),
-                "response_lengths": torch.full((wanted * responses,), 3),
-                "prompt_lengths": torch.full((wanted * responses,), 1),
-                "idx": idx.repeat_interleave(responses),
-            }
+            full = functools.partial(torch.full, (wanted * responses,))
+            rollout = {"response_tokens": torch.ones(wanted * responses, 3, dtype=torch.int64)}
+            rollout |= {"response_lengths": full(3), "prompt_lengths": full(1)}
+            rollout["idx"] = idx.repeat_interleave(responses)
             drawn.add(PPORolloutBatch(rollout), Scores(rewards))
             differ = [bool(a != b) for a, b in rewards.view(-1, 2)]
             seen = {number for number, _ in candidates + spare}
@@ -143,9 +130,8 @@ def test_choice_is_that_of_a_loop_over_the_rounds():
             else:
                 assert {place for _, place in candidates} <= set(places)
                 assert set(places) <= {place for _, place in candidates + spare}
-            assert [drawn.idx[place] for place in places] == sorted(
-                drawn.idx[place] for place in places
-            )
+            indices = [drawn.idx[place] for place in places]
+            assert indices == sorted(indices)
 
 
 def test_prompts_that_cannot_be_used_have_no_signal():

@@ -237,10 +237,7 @@ def test_the_end_needs_no_observation(naughty):
         ("class Other: pass", "the file has no class 'Notes'; it has Other"),
         ("Notes = 3", "'Notes' is a int, not a class"),
         ("class Notes: pass", "has no method reset(self, prompt)"),
-        (
-            "class Notes:\n    def reset(self, prompt): pass",
-            "no method step(self, state, response)",
-        ),
+        ("class Notes:\n    def reset(self, prompt): pass", "no method step(self, state, resp"),
         (
             "class Notes:\n    def reset(self): pass\n    def step(self, a, b): pass",
             "Notes.reset cannot be called as reset(self, prompt)",
@@ -277,9 +274,8 @@ def test_paths_that_name_nothing(spec, words):
 
 def test_a_rank_that_does_not_ask_starts_nothing():
     before = psutil.Process().children()
-    played = PythonEnvironment(
-        f"{GUESSING}:GuessingGame", Letters(), max_turns=4, starts_workers=False
-    )
+    own = {"max_turns": 4, "starts_workers": False}
+    played = PythonEnvironment(f"{GUESSING}:GuessingGame", Letters(), **own)
     assert psutil.Process().children() == before and played.max_turns == 4
     played.close()
 

@@ -51,9 +51,8 @@ def folder(tiny_tokenizer_dir, tmp_path_factory) -> Path:
     for name, seed in (("a", 7), ("b", 8)):
         cfg = tiny_config(tiny_tokenizer_dir, seed=seed, init_method_std=0.3)
         MegatronGPTModel(cfg).save_to(str(folder / f"{name}.nemo"))
-    MegatronGPTRewardModel(tiny_config(tiny_tokenizer_dir, seed=3)).save_to(
-        str(folder / "rm.nemo")
-    )
+    reward = MegatronGPTRewardModel(tiny_config(tiny_tokenizer_dir, seed=3))
+    reward.save_to(str(folder / "rm.nemo"))
     (folder / "function.py").write_text(FUNCTION)
     lines = [json.dumps({"text": t, "answer": n}) + "\n" for n, t in enumerate(PROMPTS)]
     (folder / "prompts.jsonl").write_text("".join(lines))
@@ -201,9 +200,8 @@ def test_mistakes_are_one_message_each(folder, tmp_path, capsys):
 
 def scored(name, rewards, texts=None, **fields):
     texts = texts or ["x" * (1 + number % 3) for number in range(len(rewards))]
-    responses = [
-        Response(f"prompt {number // 2}", text, **fields) for number, text in enumerate(texts)
-    ]
+    make = lambda number, text: Response(f"prompt {number // 2}", text, **fields)
+    responses = [make(number, text) for number, text in enumerate(texts)]
     return Scored(name, responses, rewards)
 
 
@@ -237,9 +235,7 @@ def test_rows_of_the_table():
     assert comparison_rows(measure([scored("one", [0.0, 1.0])], **SMALL)) == []
 
 
-def test_a_reward_model_reads_the_tokens_of_its_own_tokenizer(
-    tiny_tokenizer_dir, reversed_tokenizer_dir
-):
+def test_a_reward_model_reads_tokens_of_its_own(tiny_tokenizer_dir, reversed_tokenizer_dir):
     own, other = AutoTokenizer(tiny_tokenizer_dir), AutoTokenizer(reversed_tokenizer_dir)
     ids = own.text_to_ids("the film")
     split = [token for letter in " was bad" for token in own.text_to_ids(letter)]

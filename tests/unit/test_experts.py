@@ -8,7 +8,7 @@ import pytest
 import torch
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
-from nemo_aligner.checkpoint import nemo_writing
+from nemo_aligner.checkpoint import nemo_archive
 from nemo_aligner.config.defaults import complete_model
 from nemo_aligner.core.errors import ConfigError
 from nemo_aligner.models.nlp.gpt.megatron_config import build_transformer_config
@@ -40,15 +40,8 @@ def logits_of(model):
 
 @pytest.mark.parametrize("top_k, pre_softmax", [(1, True), (2, True), (3, False)])
 def test_layer_equals_a_loop_over_tokens(tiny_tokenizer_dir, top_k, pre_softmax):
-    model = MegatronGPTModel(
-        tiny_config(
-            tiny_tokenizer_dir,
-            "gpt2",
-            **MOE,
-            moe_router_topk=top_k,
-            moe_router_pre_softmax=pre_softmax,
-        )
-    )
+    router = {"moe_router_topk": top_k, "moe_router_pre_softmax": pre_softmax}
+    model = MegatronGPTModel(tiny_config(tiny_tokenizer_dir, "gpt2", **MOE, **router))
     layer = model.unwrapped()[0].decoder.layers[0].mlp
     with torch.no_grad():
         for parameter in layer.parameters():
@@ -118,14 +111,9 @@ def test_gradients_of_the_balance_losses(tiny_tokenizer_dir):
 @pytest.mark.parametrize("layers", [1, [0, 0, 1]])
 def test_balance_losses_are_metrics(tiny_tokenizer_dir, layers):
     """Means over the layers with experts: one of them."""
-    cfg = tiny_config(
-        tiny_tokenizer_dir,
-        **MOE,
-        num_layers=1 if layers == 1 else 3,
-        moe_layer_freq=layers,
-        moe_aux_loss_coeff=0.7,
-        moe_z_loss_coeff=0.2,
-    )
+    layout = {"num_layers": 1 if layers == 1 else 3, "moe_layer_freq": layers}
+    losses = {"moe_aux_loss_coeff": 0.7, "moe_z_loss_coeff": 0.2}
+    cfg = tiny_config(tiny_tokenizer_dir, **MOE, **layout, **losses)
     model = MegatronGPTModel(cfg)
     model.setup_megatron_optimization(max_steps=1)
     seen = []
@@ -136,12 +124,9 @@ def test_balance_losses_are_metrics(tiny_tokenizer_dir, layers):
     )
     for _ in range(2):  # the second pass starts from nothing
         model.prepare_for_training_step()
-        metrics, _ = forward_backward(
-            model.model,
-            {"tokens": TOKENS},
-            micro_batch_size=1,
-            loss_fn=lambda logits, _: (logits.sum() * 0, {"loss": logits.sum() * 0}),
-        )
+        nothing = lambda logits, _: (logits.sum() * 0, {"loss": logits.sum() * 0})
+        options = {"micro_batch_size": 1, "loss_fn": nothing}
+        metrics, _ = forward_backward(model.model, {"tokens": TOKENS}, **options)
     balance, z_loss = 0.0, 0.0
     for logits in seen[-2:]:
         share = torch.zeros_like(logits).scatter(1, logits.topk(2).indices, 1.0).mean(0) / 2
@@ -149,13 +134,10 @@ def test_balance_losses_are_metrics(tiny_tokenizer_dir, layers):
         z_loss += float(logits.logsumexp(-1).square().mean()) / 2
     assert metrics["moe_load_balancing_loss"] == pytest.approx(balance, rel=1e-5)
     assert metrics["moe_z_loss"] == pytest.approx(z_loss, rel=1e-5)
-    metrics, _ = forward_backward(
-        MegatronGPTModel(tiny_config(tiny_tokenizer_dir)).model,
-        {"tokens": TOKENS},
-        micro_batch_size=1,
-        loss_fn=lambda logits, _: (logits.sum(), {"loss": logits.sum()}),
-        forward_only=True,
-    )
+    model = MegatronGPTModel(tiny_config(tiny_tokenizer_dir)).model
+    own = {"micro_batch_size": 1, "forward_only": True}
+    own["loss_fn"] = lambda logits, _: (logits.sum(), {"loss": logits.sum()})
+    metrics, _ = forward_backward(model, {"tokens": TOKENS}, **own)
     assert set(metrics) == {"loss"}
 
 
@@ -167,10 +149,7 @@ REFUSED = [
     ({"moe_router_topk": 5}, "moe_router_topk=5.*num_moe_experts=4"),
     ({"moe_router_topk": 1}, "moe_router_topk=1 needs model.moe_router_pre_softmax=True"),
     ({"moe_router_load_balancing_type": "sinkhorn"}, "'sinkhorn'.*aux_loss or none"),
-    (
-        {"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.1},
-        "moe_aux_loss_coeff=0.1 has no effect",
-    ),
+    ({"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.1}, "has no effect"),
     ({"moe_token_dispatcher_type": "allgather"}, "'allgather'.*only alltoall"),
     ({"moe_layer_freq": 0}, "moe_layer_freq=0 must be a whole number from 1 on"),
     ({"moe_layer_freq": [1, 0, 1]}, "list with 1 .experts. or 0 .*num_layers=2"),
@@ -179,25 +158,20 @@ REFUSED = [
     ({**SHARED, "bias": True}, "moe_shared_expert_intermediate_size=16 needs model.bias=False"),
     ({"moe_shared_expert_gate": True}, "moe_shared_expert_gate=True needs"),
     ({"tensor_model_parallel_size": 2}, "needs model.sequence_parallel=True"),
-    (
-        {"tensor_model_parallel_size": 2, "sequence_parallel": True, "bias": True},
-        "needs model.bias=False",
-    ),
+    ({"tensor_model_parallel_size": 2, "sequence_parallel": True, "bias": True}, "bias=False"),
 ]
 
 
 @pytest.mark.parametrize("keys, message", REFUSED)
 def test_refused_combinations(tiny_tokenizer_dir, keys, message):
     with pytest.raises(ConfigError, match=message):
-        build_transformer_config(
-            complete_model(tiny_config(tiny_tokenizer_dir, **{**MOE, **keys}))
-        )
+        cfg = tiny_config(tiny_tokenizer_dir, **{**MOE, **keys})
+        build_transformer_config(complete_model(cfg))
 
 
 def test_more_expert_ranks_than_ranks_are_refused():
-    with pytest.raises(
-        ConfigError, match="model.expert_model_parallel_size=2 does not divide the 1 data-parallel"
-    ):
+    said = "model.expert_model_parallel_size=2 does not divide the 1 data-parallel"
+    with pytest.raises(ConfigError, match=said):
         parallel_state.initialize(expert_model_parallel_size=2)
 
 
@@ -210,7 +184,7 @@ def test_the_former_name_of_the_norm_before_experts_loads(tiny_tokenizer_dir, tm
         if "pre_mlp_layernorm" in name:
             item.data.detach().normal_()
             item.key = item.key.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
-    nemo_writing.write_nemo(tmp_path / "former", source.cfg, sharded, as_directory=True)
+    nemo_archive.write_nemo(tmp_path / "former", source.cfg, sharded, as_directory=True)
     restored = MegatronGPTModel.restore_from(str(tmp_path / "former"))
     for (name, weight), (_, expected) in zip(
         restored._named_weights(), source._named_weights(), strict=True

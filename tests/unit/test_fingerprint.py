@@ -36,13 +36,8 @@ def test_the_fingerprint_of_a_sentencepiece_tokenizer(tmp_path):
     for name, symbols in (("a.model", ["<user>", "<bot>"]), ("b.model", ["<bot>", "<user>"])):
         with open(tmp_path / name, "wb") as file:
             texts = iter(["the film was a joy from the first scene to the last"])
-            SentencePieceTrainer.train(
-                sentence_iterator=texts,
-                model_writer=file,
-                vocab_size=40,
-                model_type="bpe",
-                user_defined_symbols=symbols,
-            )
+            options = {"vocab_size": 40, "model_type": "bpe", "user_defined_symbols": symbols}
+            SentencePieceTrainer.train(sentence_iterator=texts, model_writer=file, **options)
     tokenizer = SentencePieceTokenizer(str(tmp_path / "a.model"))
     fingerprint = tokenizer_fingerprint(tokenizer)
     assert re.fullmatch(rf"{tokenizer.vocab_size} tokens, end 2, [0-9a-f]{{12}}", fingerprint)
@@ -56,11 +51,8 @@ def test_the_fingerprint_of_a_sentencepiece_tokenizer(tmp_path):
         models.WordLevel({piece: id_ for id_, piece in enumerate(pieces)}, unk_token="<unk>")
     )
     words.save(str(tmp_path / "tokenizer.json"))
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": "</s>",
-        "unk_token": "<unk>",
-    }
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>"}
+    config["unk_token"] = "<unk>"
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     assert tokenizer_fingerprint(AutoTokenizer(str(tmp_path))) == fingerprint
 

@@ -43,14 +43,9 @@ HANG_S = 100.0  # longer than anything here takes
 @pytest.fixture(autouse=True)
 def fast(monkeypatch):
     """Failures are noticed in tenths of seconds."""
-    for name, value in {
-        "PROBE_INTERVAL_S": 0.2,
-        "RETRY_INTERVAL_S": 0.1,
-        "PROBE_TIMEOUT_S": patience(0.5),
-        "FIRST_PAUSE_S": 0.05,
-        "LONGEST_PAUSE_S": 0.2,
-        "PROGRESS_INTERVAL_S": 0.2,
-    }.items():
+    times = {"PROBE_INTERVAL_S": 0.2, "RETRY_INTERVAL_S": 0.1, "PROBE_TIMEOUT_S": patience(0.5)}
+    times |= {"FIRST_PAUSE_S": 0.05, "LONGEST_PAUSE_S": 0.2, "PROGRESS_INTERVAL_S": 0.2}
+    for name, value in times.items():
         monkeypatch.setattr(fleet, name, value)
 
 
@@ -376,12 +371,8 @@ def test_a_fleet_sends_each_server_what_it_lists_and_warns_once(lines):
         plain.config = config_of("tokens", "sequence_lengths")
         with Running(plain, ours) as running:
             submit = running.ready().fleet.submit
-            assert [running.rewards([submit(whole_sample(v))]) for v in range(4)] == [
-                [0.0],
-                [1.0],
-                [2.0],
-                [3.0],
-            ]
+            found = [running.rewards([submit(whole_sample(v))]) for v in range(4)]
+            assert found == [[0.0], [1.0], [2.0], [3.0]]
         assert plain.inputs == [["tokens", "sequence_lengths"]] * 2
         assert ours.inputs == [list(whole_sample(0))] * 2
         about = [line for line in lines if "tokenizer" in line]
@@ -392,10 +383,8 @@ def test_a_server_whose_model_cannot_be_used_is_left_out_with_one_warning_but_at
     save = triton_config(schema.critic_save_endpoint())
     with ScriptedServer() as good, ScriptedServer() as changed:
         changed.config = save
-        with (
-            Running(good, changed) as running,
-            says(ServerMismatchError, f":{changed.port} cannot be used"),
-        ):
+        refused = says(ServerMismatchError, f":{changed.port} cannot be used")
+        with Running(good, changed) as running, refused:
             running.ready()
         changed.config = config_of(*whole_sample(0))
         with Running(good, changed) as running:

@@ -71,13 +71,9 @@ def test_a_full_disk_is_named_and_spoils_nothing(tiny_tokenizer_dir, tmp_path):
     if subprocess.run(probe, capture_output=True).returncode:
         pytest.skip("file systems cannot be mounted in a namespace here")
     arguments = [str(tmp_path), sys.executable, SAVES, tiny_tokenizer_dir]
-    job = subprocess.run(
-        [*probe[:-1], inside, "sh", *arguments],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        timeout=patience(120),
-    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    options = {"capture_output": True, "text": True, "timeout": patience(120)}
+    job = subprocess.run([*probe[:-1], inside, "sh", *arguments], env=environment, **options)
     assert job.returncode == 0, job.stderr[-3000:]
     found = json.loads(job.stdout.splitlines()[-1])
     assert found["left"] == ["checkpoint-step=1"] and found["loaded"] == {"step": 3}

@@ -106,9 +106,8 @@ def test_a_file_of_prompts_is_generated_as_naively(model, nemo, prompts, tmp_pat
     assert "8 responses" in capsys.readouterr().out
     records = lines(out)
     assert [record["prompt"] for record in records] == [text for text in PROMPTS for _ in "12"]
-    params = GenerationParams(
-        max_length=9, min_length=1, temperature=0.7, top_k=40, end_strings=ENDS
-    )
+    params = {"temperature": 0.7, "top_k": 40, "end_strings": ENDS}
+    params = GenerationParams(max_length=9, min_length=1, **params)
     tokenizer = model.tokenizer
     assert sum(record["is_end"] for record in records) not in (0, len(records))
     for number, record in enumerate(records):
@@ -135,10 +134,8 @@ def test_micro_batches_and_more_responses_change_nothing(nemo, prompts, tmp_path
     found = {}
     for size, each in ((1, 1), (3, 2), (8, 1)):
         out = tmp_path / f"{size}.jsonl"
-        main(
-            [nemo, "--prompts", prompts, "--out", str(out), *SHORT]
-            + [f"micro_batch_size={size}", f"responses_per_prompt={each}"]
-        )
+        sizes = [f"micro_batch_size={size}", f"responses_per_prompt={each}"]
+        main([nemo, "--prompts", prompts, "--out", str(out), *SHORT, *sizes])
         found[size] = [record["response_tokens"] for record in lines(out)[::each]]
     assert found[1] == found[3] == found[8]
     main([nemo, "--prompts", prompts, "--out", str(out), *SHORT, "model.seed=5"])
@@ -227,13 +224,9 @@ def test_a_job_generates_with_its_newest_checkpoint(tiny_tokenizer_dir, prompts,
     trained.save_to(str(tmp_path / "same.nemo"))
     found = {}
     older = tmp_path / "job/checkpoints/checkpoint-step=2"
-    for name, path in (
-        ("nemo", tmp_path / "same.nemo"),
-        ("job", tmp_path / "job"),
-        ("checkpoints", tmp_path / "job/checkpoints"),
-        ("newest", newest),
-        ("older", older),
-    ):
+    places = {"nemo": tmp_path / "same.nemo", "job": tmp_path / "job", "newest": newest}
+    places |= {"checkpoints": tmp_path / "job/checkpoints", "older": older}
+    for name, path in places.items():
         out = tmp_path / f"{name}.jsonl"
         main([str(path), "--prompts", prompts, "--out", str(out), *SHORT])
         found[name] = [record["response_tokens"] for record in lines(out)]
@@ -379,10 +372,7 @@ def test_mistakes_are_one_message_each(nemo, prompts, tmp_path, capsys):
         ((nemo, *both, "length_params.max_length=0"), "length_params.max_length=0 must be at"),
         ((nemo, *both, "length_params.max_length=48"), "leaves no room for a prompt"),
         ((nemo, *both, "micro_batch_size=0"), "micro_batch_size=0 must be at least 1"),
-        (
-            (nemo, *both, "trainer={"),
-            "the settings trainer={ trainer.accelerator=cpu cannot be read",
-        ),
+        ((nemo, *both, "trainer={"), "trainer={ trainer.accelerator=cpu cannot be read"),
         (
             (nemo, *both, "responses_per_prompt=2", "sampling_params.use_greedy=True"),
             "responses_per_prompt=2 responses to a prompt would be the same",

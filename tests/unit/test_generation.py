@@ -12,7 +12,7 @@ from nemo_aligner.generation import GenerationParams, MegatronGenerator, engine
 from nemo_aligner.generation.batch import DecodingBatch
 from nemo_aligner.generation.cache import FeedingPass
 from nemo_aligner.generation.decoding_model import DecodingModel
-from nemo_aligner.generation.text import (
+from nemo_aligner.generation.interface import (
     EndConditions,
     tokenize_batch,
     verify_is_valid_and_clamp_range_,
@@ -110,48 +110,33 @@ def test_samples_that_end_early_leave_the_others_alone(llama, prompts):
     output = check_against_naive(
         llama, prompts, GenerationParams(max_length=30, temperature=3.0, end_strings=ends)
     )
-    assert (
-        ROWS / 2 < output.is_end.sum()
-        and (output.response_lengths - prompts[1]).unique().numel() > 4
-    )
+    assert ROWS / 2 < output.is_end.sum()
+    assert (output.response_lengths - prompts[1]).unique().numel() > 4
 
 
 def test_a_response_ends_with_a_string_of_several_tokens(llama, prompts):
     tokens, lengths, seeds = prompts
     generator = generator_of(llama)
-    free = samples_of(
-        generator.generate(
-            tokens, lengths, seeds, GenerationParams(max_length=24, temperature=1.5)
-        )
-    )
+    params = GenerationParams(max_length=24, temperature=1.5)
+    free = samples_of(generator.generate(tokens, lengths, seeds, params))
     # Three tokens in the middle of some response that decode to plain text.
     decode = llama.tokenizer.ids_to_text
-    start, row = next(
-        (i, row)
-        for row in range(ROWS)
-        for i in range(int(lengths[row]) + 4, len(free[row]) - 5)
-        if "\ufffd" not in decode(free[row][i : i + 3]) and decode(free[row][i : i + 3]).strip()
-    )
+    starts = [
+        (i, row) for row in range(ROWS) for i in range(int(lengths[row]) + 4, len(free[row]) - 5)
+    ]
+    plain = lambda text: "\ufffd" not in text and text.strip()
+    start, row = next((i, row) for i, row in starts if plain(decode(free[row][i : i + 3])))
     end = decode(free[row][start : start + 3])
-    output = check_against_naive(
-        llama,
-        prompts,
-        GenerationParams(max_length=24, temperature=1.5, end_strings=(end, "<never>")),
-    )
+    params = GenerationParams(max_length=24, temperature=1.5, end_strings=(end, "<never>"))
+    output = check_against_naive(llama, prompts, params)
     assert output.is_end[row] and output.response_lengths[row] <= start + 3
     assert decode(samples_of(output)[row]).endswith(end)
 
 
 def test_log_probs_are_those_of_the_full_vocabulary(model, prompts):
     tokens, lengths, seeds = prompts
-    params = GenerationParams(
-        max_length=12,
-        temperature=0.7,
-        top_k=30,
-        end_strings=("e",),
-        repetition_penalty=1.3,
-        return_logprobs=True,
-    )
+    options = {"top_k": 30, "repetition_penalty": 1.3, "return_logprobs": True}
+    params = GenerationParams(max_length=12, temperature=0.7, end_strings=("e",), **options)
     output = generator_of(model).generate(tokens, lengths, seeds, params)
     assert output.logprobs.shape == (ROWS, output.response_tokens.size(1) - 1)
     model.set_eval()
@@ -206,9 +191,8 @@ def test_responses_follow_the_weights_through_training(tiny_tokenizer_dir, promp
         loss = logits.float().logsumexp(-1).mean()
         return loss, {"loss": loss}
 
-    forward_backward(
-        model.model, {"tokens": tokens[:, :1]}, micro_batch_size=ROWS, loss_fn=loss_fn
-    )
+    own = {"micro_batch_size": ROWS, "loss_fn": loss_fn}
+    forward_backward(model.model, {"tokens": tokens[:, :1]}, **own)
     optimizer_step(optimizer, scheduler, None)
     after = samples_of(generator.generate(tokens, lengths, seeds, params))
     assert after != before
@@ -221,22 +205,14 @@ def test_responses_follow_the_weights_through_training(tiny_tokenizer_dir, promp
     [
         ([[1, 2, 3]], 0, "prompt 0 of the batch is empty"),
         ([[1, 2, 3]], 4, "length of 4 exceeds the width"),
-        (
-            [[1] * 50],
-            48,
-            "prompt 0 of the batch has 48 tokens: no room for a response within 48",
-        ),
+        ([[1] * 50], 48, "prompt 0 of the batch has 48 tokens: no room for a response within 48"),
         ([[1, 300, 3]], 2, "holds the id 300, outside the tokenizer's"),
     ],
 )
 def test_prompts_without_a_possible_response(llama, tokens, length, message):
     with pytest.raises(UserError) as error:
-        generator_of(llama).generate(
-            torch.tensor(tokens),
-            torch.tensor([length]),
-            torch.tensor([0]),
-            GenerationParams(max_length=4),
-        )
+        batch = torch.tensor(tokens), torch.tensor([length]), torch.tensor([0])
+        generator_of(llama).generate(*batch, GenerationParams(max_length=4))
     assert message in str(error.value)
 
 
@@ -259,15 +235,9 @@ def test_weights_that_are_not_finite_are_reported(tiny_tokenizer_dir, prompts):
 
 def test_end_strings_are_found_at_the_end_only(tiny_tokenizer):
     end = EndConditions(tiny_tokenizer, ["Human:", "\n\n", "é!"])
-    for text, expected in [
-        ("the film Human:", True),
-        ("the film Human: ", False),
-        ("Human: the film", False),
-        ("bright\n\n", True),
-        ("bright\n", False),
-        ("a café!", True),
-        ("a caf!", False),
-    ]:
+    at_end = "the film Human:", "bright\n\n", "a café!"
+    others = "the film Human: ", "Human: the film", "bright\n", "a caf!"
+    for text, expected in (dict.fromkeys(at_end, True) | dict.fromkeys(others, False)).items():
         assert end.at_end(tiny_tokenizer.text_to_ids(text)) is expected, text
 
 
@@ -283,13 +253,12 @@ def test_end_strings_with_sentencepiece(tiny_sentencepiece_model):
     tokenizer = SentencePieceTokenizer(tiny_sentencepiece_model)
     end = EndConditions(tokenizer, ["<extra_id_1>", "Answer:", "."])
     assert end.token_ids[0] == tokenizer.eos_id
-    for text, expected in [
-        ("a sad film <extra_id_1>", True),
-        ("the film. Answer:", True),
-        ("the film.", True),
-        ("a film", False),
-        ("Answer: a", False),
-    ]:
+    ended = "a sad film <extra_id_1>", "the film. Answer:", "the film."
+    for text, expected in {
+        **dict.fromkeys(ended, True),
+        "a film": False,
+        "Answer: a": False,
+    }.items():
         assert end.at_end(tokenizer.text_to_ids(text)) is expected, text
 
 
@@ -297,13 +266,10 @@ def test_unknown_text_and_the_end_of_a_prompt_end_nothing(tiny_tokenizer, tmp_pa
     import sentencepiece
     from nemo.collections.common.tokenizers.sentencepiece_tokenizer import SentencePieceTokenizer
 
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(["the film was a joy", "a dull plot"] * 20),
-        model_prefix=str(tmp_path / "no_bytes"),
-        vocab_size=30,
-        model_type="char",
-        minloglevel=2,
-    )
+    options = {"vocab_size": 30, "model_type": "char", "minloglevel": 2}
+    texts, prefix = ["the film was a joy", "a dull plot"] * 20, str(tmp_path / "no_bytes")
+    train = sentencepiece.SentencePieceTrainer.train
+    train(sentence_iterator=iter(texts), model_prefix=prefix, **options)
     tokenizer = SentencePieceTokenizer(str(tmp_path / "no_bytes.model"))
     assert tokenizer.tokenizer.unk_id() not in EndConditions(tokenizer, ["§"]).token_ids
 
@@ -315,12 +281,10 @@ def test_unknown_text_and_the_end_of_a_prompt_end_nothing(tiny_tokenizer, tmp_pa
 
 def test_valid_responses(tiny_tokenizer):
     eos, vocab = tiny_tokenizer.eos_id, tiny_tokenizer.vocab_size
-    tokens = torch.tensor(
-        [[5, 6, eos, eos], [5, 6, 7, 8], [5, vocab, eos, eos], [-42, 6, eos, eos]]
-    )
-    valid = verify_is_valid_and_clamp_range_(
-        tokens, torch.tensor([3, 4, 3, 3]), None, tiny_tokenizer
-    )
+    rows = [[5, 6, eos, eos], [5, 6, 7, 8], [5, vocab, eos, eos], [-42, 6, eos, eos]]
+    tokens = torch.tensor(rows)
+    lengths = torch.tensor([3, 4, 3, 3])
+    valid = verify_is_valid_and_clamp_range_(tokens, lengths, None, tiny_tokenizer)
     assert valid.tolist() == [True, False, False, False]
     assert tokens.tolist()[2:] == [[5, vocab - 1, eos, eos], [0, 6, eos, eos]]
 
@@ -329,9 +293,8 @@ def test_tokenize_batch(tiny_tokenizer):
     eos = tiny_tokenizer.eos_id
     short, long = tiny_tokenizer.text_to_ids("ab"), tiny_tokenizer.text_to_ids("xyz" * 9)
     tokens, lengths = tokenize_batch(["ab", "xyz" * 9, ""], tiny_tokenizer, 6, add_EOS=True)
-    assert (
-        tokens[0].tolist() == short + [eos] * (6 - len(short)) and tokens[1].tolist() == long[:6]
-    )
+    assert tokens[0].tolist() == short + [eos] * (6 - len(short))
+    assert tokens[1].tolist() == long[:6]
     assert tokens[2].tolist() == [eos] * 6 and lengths.tolist() == [len(short) + 1, 6, 1]
     with pytest.raises(UserError, match="no bos token"):
         tokenize_batch(["ab"], tiny_tokenizer, 6, add_BOS=True)
@@ -357,15 +320,9 @@ def test_parameters_from_the_configuration():
             "end_strings": ["<|endoftext|>", "x"],
         }
     )
-    assert GenerationParams.from_config(length, sampling) == GenerationParams(
-        max_length=20,
-        min_length=1,
-        temperature=0.5,
-        top_k=3,
-        top_p=0.9,
-        repetition_penalty=1.2,
-        end_strings=("<|endoftext|>", "x"),
-    )
+    given = {"max_length": 20, "min_length": 1, "temperature": 0.5, "top_k": 3, "top_p": 0.9}
+    given |= {"repetition_penalty": 1.2, "end_strings": ("<|endoftext|>", "x")}
+    assert GenerationParams.from_config(length, sampling) == GenerationParams(**given)
     assert GenerationParams.from_config({"max_length": 5}, {}) == GenerationParams(max_length=5)
 
 
@@ -389,13 +346,9 @@ def test_parameters_that_cannot_work(length, sampling, message):
 
 # ------------------------------------------------------------------------------ one queue of slots
 
-ENDS_OFTEN = GenerationParams(
-    max_length=20,
-    temperature=3.0,
-    end_strings=tuple("abcdefghijklmnopqrstuvwxyz .,"),
-    repetition_penalty=1.1,
-    return_logprobs=True,
-)
+FREELY = {"max_length": 20, "temperature": 3.0, "repetition_penalty": 1.1}
+FREELY["end_strings"] = tuple("abcdefghijklmnopqrstuvwxyz .,")
+ENDS_OFTEN = GenerationParams(**FREELY, return_logprobs=True)
 
 
 @some_of("slots", [1, 2, 5], keep=[1, 5])
@@ -568,9 +521,8 @@ def test_a_stream_that_is_left_gives_the_model_back(llama, prompts):
 )
 def test_every_architecture_decodes_as_it_trains(tiny_tokenizer_dir, prompts, overrides, request):
     """In slots and pieces, so that each kind of pass through the model takes part."""
-    model = MegatronGPTModel(
-        tiny_config(tiny_tokenizer_dir, "llama", init_method_std=0.4, **overrides)
-    )
+    cfg = tiny_config(tiny_tokenizer_dir, "llama", init_method_std=0.4, **overrides)
+    model = MegatronGPTModel(cfg)
     tokens, lengths, seeds = prompts
     params = GenerationParams(max_length=14, temperature=1.2)
     monkeypatch = request.getfixturevalue("monkeypatch")

@@ -31,9 +31,8 @@ def run(tmp_path, code: str, visible: str) -> str:
         (tmp_path / f"{name}.py").write_text("")
     environment = {**os.environ, "PYTHONPATH": str(tmp_path), "CUDA_VISIBLE_DEVICES": visible}
     command = [sys.executable, "-c", f"import os\n{code}\n{FINDS}"]
-    return subprocess.run(
-        command, env=environment, check=True, capture_output=True, text=True
-    ).stdout
+    own = {"check": True, "capture_output": True, "text": True}
+    return subprocess.run(command, env=environment, **own).stdout
 
 
 HIDE = "from nemo_aligner.parallel.environment import hide_gpus; hide_gpus()"

@@ -46,9 +46,8 @@ def test_a_model_in_the_cache_is_found(folder, cache):
     folder.rename(model / "snapshots" / COMMIT)
     found = load("our-lab/tiny.1")
     assert str(sources.open_source("our-lab/tiny.1")) == str(model / "snapshots" / COMMIT)
-    assert torch.equal(
-        outputs_of(found, TOKENS), outputs_of(load(model / "snapshots" / COMMIT), TOKENS)
-    )
+    wanted = outputs_of(load(model / "snapshots" / COMMIT), TOKENS)
+    assert torch.equal(outputs_of(found, TOKENS), wanted)
 
 
 def test_a_model_that_is_not_there_is_named_with_the_command(cache):
@@ -63,10 +62,8 @@ def test_a_model_that_is_not_there_is_named_with_the_command(cache):
 def test_a_model_is_downloaded_where_the_name_asks_for_it(folder, cache):
     files = {file.name: file.read_bytes() for file in folder.iterdir()}
     info = {"id": "our/tiny", "sha": COMMIT, "siblings": [{"rfilename": n} for n in files]}
-    tree = [
-        {"type": "file", "path": name, "size": len(content), "oid": "0"}
-        for name, content in files.items()
-    ]
+    sizes = {name: len(content) for name, content in files.items()}
+    tree = [{"type": "file", "path": name, "size": n, "oid": "0"} for name, n in sizes.items()]
     tree.append({"type": "file", "path": "old.bin", "size": 1, "oid": "0"})  # is not wanted
 
     class Hub(BaseHTTPRequestHandler):
@@ -90,27 +87,14 @@ def test_a_model_is_downloaded_where_the_name_asks_for_it(folder, cache):
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    environment = {
-        **os.environ,
-        "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}",
-        "HF_HUB_CACHE": str(cache),
-        "HF_HUB_OFFLINE": "0",
-    }
-    code = (
-        "from nemo_aligner.checkpoint.forms import check_restore_path\n"
-        f"print(check_restore_path('hf://our/tiny', {KEY!r}))"
-    )
+    environment = {**os.environ, "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}"}
+    environment |= {"HF_HUB_CACHE": str(cache), "HF_HUB_OFFLINE": "0"}
+    code = "from nemo_aligner.checkpoint.forms import check_restore_path\n"
+    code += f"print(check_restore_path('hf://our/tiny', {KEY!r}))"
     try:
-        found = Path(
-            subprocess.run(
-                [sys.executable, "-c", code],
-                env=environment,
-                capture_output=True,
-                text=True,
-                timeout=120,
-                check=True,
-            ).stdout.splitlines()[-1]
-        )
+        options = {"capture_output": True, "text": True, "timeout": 120, "check": True}
+        done = subprocess.run([sys.executable, "-c", code], env=environment, **options)
+        found = Path(done.stdout.splitlines()[-1])
     finally:
         server.shutdown()
         server.server_close()

@@ -83,12 +83,8 @@ def test_a_nemo_file_says_what_the_model_is(build, tmp_path, name):
     # null: as in the file
     keys = dict.fromkeys(set(ARCHITECTURE_KEYS) & set(hugging_face.MODELS[name].keys))
     job = OmegaConf.create(keys | {"micro_batch_size": 2, "precision": 32})
-    restored = load_from_nemo(
-        MegatronGPTModel,
-        load_and_override_model_config(path, job),
-        None,
-        modify_config_fn=lambda _file, cfg: cfg,
-        restore_path=path,
-    )
+    cfg = load_and_override_model_config(path, job)
+    options = {"modify_config_fn": lambda _file, cfg: cfg, "restore_path": path}
+    restored = load_from_nemo(MegatronGPTModel, cfg, None, **options)
     restored.set_eval()
     assert torch.equal(logits_of(restored, TOKENS[:, :300]), logits_of(model, TOKENS[:, :300]))

@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 from nemo_aligner.checkpoint import sources
 from nemo_aligner.convert.__main__ import main
 from nemo_aligner.core.errors import ConfigError, UserError
-from nemo_aligner.core.masks import lengths_before
+from nemo_aligner.core.tensors import lengths_before
 from nemo_aligner.core.tokenizer import response_text
 from nemo_aligner.generation import GenerationParams, MegatronGenerator
 from nemo_aligner.launch.model_loading import load_and_override_model_config
@@ -63,18 +63,11 @@ OLDER = {"rope_theta": 10000.0, "rope_scaling": {"type": "linear", "factor": 4.0
 @some_of("name", [*EACH, "Llama 3.1", "Qwen 2, YaRN", "older"], keep=3)
 def test_what_a_job_does_not_change_comes_back(write_folder, tmp_path, name):
     older = name == "older"  # as transformers 4 writes it
-    folder = write_folder(
-        hugging_face.randomized(hugging_face.FOLDERS["Llama 2" if older else name])
-    )
-    edit(
-        folder / "config.json",
-        eos_token_id=[7, EOS],
-        pad_token_id=EOS,
-        torch_dtype="float32",
-        our_own={"a": [1, None]},
-        _name_or_path="meta/llama",
-        **(OLDER | {"rope_parameters": None} if older else {}),
-    )
+    model = hugging_face.FOLDERS["Llama 2" if older else name]
+    folder = write_folder(hugging_face.randomized(model))
+    own = {"torch_dtype": "float32", "our_own": {"a": [1, None]}, "_name_or_path": "meta/llama"}
+    own |= OLDER | {"rope_parameters": None} if older else {}
+    edit(folder / "config.json", eos_token_id=[7, EOS], pad_token_id=EOS, **own)
     generation = {"temperature": 0.6, "eos_token_id": [EOS, 7], "_from_model_config": True}
     (folder / "generation_config.json").write_text(json.dumps(generation))
     positions = {} if name == "GPT-2" else {"max_position_embeddings": 64}
@@ -156,15 +149,8 @@ def test_end_tokens_belong_to_their_tokenizer(write_folder, tmp_path, reversed_t
 
 # --- padding of reward models -------------------------------------------------------------------
 
-SAMPLES = (
-    "the film",
-    "the film</s>",
-    "a dull plot and<s>",
-    "music ☃",
-    "<unk>",
-    "x</s></s>",
-    "a<pad>b",
-)
+SAMPLES = ("the film", "the film</s>", "a dull plot and<s>", "music ☃")
+SAMPLES += ("<unk>", "x</s></s>", "a<pad>b")
 
 
 @pytest.fixture
@@ -238,9 +224,7 @@ def test_an_exported_reward_model_gives_our_rewards(
 
 @pytest.mark.parametrize("pad", ["</s>", "<|endoftext|>"])
 @pytest.mark.parametrize("name", ["Llama 2", "GPT-2"])
-def test_a_public_reward_model_is_read_as_its_makers_meant(
-    write_folder, token_dir, tmp_path, name, pad
-):
+def test_a_public_reward_model_is_read_as_meant(write_folder, token_dir, tmp_path, name, pad):
     """Where its padding is its end token, transformers trained and reads it at the token before;
     it goes on so, here and in the folder that is written.
     """

@@ -36,11 +36,8 @@ def test_sft_steps_equal_those_of_transformers(write_folder, tmp_path, name):
     if name in ("Olmo3", "Cohere2"):  # whose heads have hidden_size / heads channels
         settings.pop("head_dim")
     if name == "Granite":
-        settings |= {
-            "residual_multiplier": 0.5,
-            "logits_scaling": 2.0,
-            "attention_multiplier": 0.2,
-        }
+        settings |= {"residual_multiplier": 0.5, "logits_scaling": 2.0}
+        settings["attention_multiplier"] = 0.2
     hf = hugging_face.randomized(hugging_face.causal_lm(name, **settings))
     job = OmegaConf.create(
         {"micro_batch_size": 2, "precision": 32, "optim": OPTIM | {"weight_decay": 0.0}}
@@ -75,9 +72,8 @@ def test_every_checkpoint_replaces_the_folder(tiny_tokenizer_dir, tmp_path):
         head.weight.data.fill_(step)
         head.bias.data.fill_(0.25)  # has no place; a job warns and goes on
         callback.custom_save({"step": step})
-        hf = transformers.AutoModelForSequenceClassification.from_pretrained(
-            callback.root / "x-hf"
-        )
+        load = transformers.AutoModelForSequenceClassification.from_pretrained
+        hf = load(callback.root / "x-hf")
         assert (hf.score.weight == step).all()
     assert not [path for path in callback.root.iterdir() if path.name.endswith(".writing")]
 

@@ -50,9 +50,8 @@ def count_reads(monkeypatch):
 
 def of(path, **options):
     data_cfg = {name: options.pop(name, None) for name in ("columns", "index_mapping_dir")}
-    return Records(
-        [path], ["text"], lambda record: len(record["text"]), data_cfg=data_cfg, **options
-    )
+    length = lambda record: len(record["text"])
+    return Records([path], ["text"], length, data_cfg=data_cfg, **options)
 
 
 # --- never out of date ---
@@ -110,16 +109,10 @@ def test_tokenizers_that_cut_otherwise_are_told_apart(
         section = {"library": "sentencepiece", "model": tiny_sentencepiece_model, **options}
         return build_tokenizer(OmegaConf.create(section))
 
-    tokenizers = [
-        hugging_face(),
-        hugging_face(reversed_tokenizer_dir),
-        added,
-        hugging_face(include_special_tokens=True),
-        sentencepiece(),
-        sentencepiece(sentencepiece_legacy=True),
-        sentencepiece(additional_special_tokens=["<turn>"]),
-        ByteLevelTokenizer({}),
-    ]
+    tokenizers = [hugging_face(), hugging_face(reversed_tokenizer_dir), added]
+    tokenizers += [hugging_face(include_special_tokens=True), sentencepiece()]
+    tokenizers += [sentencepiece(sentencepiece_legacy=True)]
+    tokenizers += [sentencepiece(additional_special_tokens=["<turn>"]), ByteLevelTokenizer({})]
     found = [tokenizer_fingerprint(tokenizer) for tokenizer in tokenizers]
     assert None not in found and len(set(found)) == len(tokenizers)
     assert tokenizer_fingerprint(hugging_face()) == found[0]
@@ -149,27 +142,22 @@ def test_datasets_know_what_their_check_depends_on(
 
     eod = {"append_eod": True}
     with_bos = AutoTokenizer(pretrained_model_name=bos_tokenizer_dir)
-    makers = [
-        lambda: RLHFDataset([path], tiny_tokenizer, 20),
-        lambda: RLHFDataset([path], tiny_tokenizer, 19),
-        lambda: RLHFDataset([path], tiny_tokenizer, 20, eod),
-        lambda: RLHFDataset([path], other, 20),
-        lambda: RLHFDataset([path], tiny_tokenizer, 20, {"columns": {"text": "{text}!"}}),
-        lambda: RewardModelDataset([path], tiny_tokenizer, 20),
-        lambda: RewardModelDataset([path], tiny_tokenizer, 6),
-        lambda: RegressionRewardModelDataset([labelled], tiny_tokenizer, 20, 1),
-        lambda: RegressionRewardModelDataset([labelled], tiny_tokenizer, 20, 1, -5.0),
-        lambda: LabelledPairDataset([labelled], tiny_tokenizer, 20),
-        lambda: sft_of(),
-        lambda: sft_of(add_bos=False, add_eos=False),
-        lambda: RLHFDataset([path], with_bos, 20),
-        lambda: RLHFDataset([path], with_bos, 20, {"add_bos": False}),
-        lambda: sft_of(packed_sequence=True),
-        lambda: sft_of(max_seq_length=8),
-        lambda: sft_of(truncation_field="", max_seq_length=8),
-        lambda: sft_of(other),
-        lambda: sft_of(prompt_template="{input}:{output}"),
-    ]
+    makers = [lambda: RLHFDataset([path], tiny_tokenizer, 20)]
+    makers += [lambda: RLHFDataset([path], tiny_tokenizer, 19)]
+    makers += [lambda: RLHFDataset([path], tiny_tokenizer, 20, eod)]
+    makers += [lambda: RLHFDataset([path], other, 20)]
+    makers += [lambda: RLHFDataset([path], tiny_tokenizer, 20, {"columns": {"text": "{text}!"}})]
+    makers += [lambda: RewardModelDataset([path], tiny_tokenizer, 20)]
+    makers += [lambda: RewardModelDataset([path], tiny_tokenizer, 6)]
+    makers += [lambda: RegressionRewardModelDataset([labelled], tiny_tokenizer, 20, 1)]
+    makers += [lambda: RegressionRewardModelDataset([labelled], tiny_tokenizer, 20, 1, -5.0)]
+    makers += [lambda: LabelledPairDataset([labelled], tiny_tokenizer, 20), lambda: sft_of()]
+    makers += [lambda: sft_of(add_bos=False, add_eos=False)]
+    makers += [lambda: RLHFDataset([path], with_bos, 20)]
+    makers += [lambda: RLHFDataset([path], with_bos, 20, {"add_bos": False})]
+    makers += [lambda: sft_of(packed_sequence=True), lambda: sft_of(max_seq_length=8)]
+    makers += [lambda: sft_of(truncation_field="", max_seq_length=8), lambda: sft_of(other)]
+    makers += [lambda: sft_of(prompt_template="{input}:{output}")]
     reads = count_reads(monkeypatch)
     for number, make in enumerate(makers):
         first = make()

@@ -86,13 +86,9 @@ def said(tmp_path_factory):
     (folder / "broken.jsonl").write_text('{"input": "1", "output": "2"}\n{"input":\n')
     (folder / "f.py").write_text("def f(prompts, responses, lengths): ...")
     (folder / "no_code.py").write_text("def f(prompts")
-    done = subprocess.run(
-        [sys.executable, "-c", MANY],
-        input=json.dumps([shlex.split(words) for words in WRONG]),
-        capture_output=True,
-        text=True,
-        cwd=folder,
-    )
+    words = json.dumps([shlex.split(words) for words in WRONG])
+    options = {"capture_output": True, "text": True, "cwd": folder}
+    done = subprocess.run([sys.executable, "-c", MANY], input=words, **options)
     assert done.returncode == 0, done.stderr
     return dict(zip(WRONG, json.loads(done.stdout.splitlines()[-1]), strict=True))
 

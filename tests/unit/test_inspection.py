@@ -51,12 +51,8 @@ def model(tmp_path_factory) -> str:
     folder = tmp_path_factory.mktemp("inspection") / "model.nemo"
     folder.mkdir()
     write_tokenizer(folder / "tokenizer", FAMILIES["qwen2_5"])
-    cfg = {
-        "tokenizer": {"library": "huggingface", "type": "nemo:tokenizer"},
-        "num_layers": 2,
-        "hidden_size": 32,
-        "num_attention_heads": 4,
-    }
+    cfg = {"tokenizer": {"library": "huggingface", "type": "nemo:tokenizer"}}
+    cfg |= {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4}
     OmegaConf.save(OmegaConf.create(cfg), folder / "model_config.yaml")
     return str(folder)
 
@@ -143,9 +139,7 @@ def test_counts_of_trained_tokens_are_those_of_the_batch(model, write):
 
 
 def test_prompts_and_what_replaces_them(model, write, capsys):
-    path = write(
-        {"prompt": "hello"}, {"prompt": "the " * 300}, {"prompt": "hello"}, {"prompt": "a"}
-    )
+    path = write(*({"prompt": text} for text in ("hello", "the " * 300, "hello", "a")))
     settings = [TEMPLATE, "model.data.seq_length=200", "model.ppo.length_params.max_length=50"]
     out = shown(capsys, path, "--model", model, *settings, "--samples", "2")
     assert "gpt_ppo_actor reads" in out and "[[" not in out
@@ -157,23 +151,18 @@ def test_prompts_and_what_replaces_them(model, write, capsys):
 
 
 def test_pairs(model, write, capsys):
-    path = write(
-        {"prompt": "hello", "chosen": "a joy", "rejected": " "},
-        {"prompt": "hello", "chosen": "x " * 80, "rejected": "y"},
-    )
+    texts = ("a joy", " "), ("x " * 80, "y")
+    path = write(*({"prompt": "hello", "chosen": a, "rejected": b} for a, b in texts))
     out = shown(capsys, path, "--model", model, TEMPLATE, "model.data.seq_length=60")
     assert "training_rm reads" in out and "2 samples, of which it uses 1" in out
     assert "assistant⏎\na joy[[<|im_end|>]]\nrejected (" in out
-    assert re.search(
-        r"1 longer than model.data.seq_length=60 tokens: left out:\n.*record 2 \(", out
-    )
+    said = r"1 longer than model.data.seq_length=60 tokens: left out:\n.*record 2 \("
+    assert re.search(said, out)
     assert f"1 with an empty response:\n    {path}, record 1" in out
     lines = write(*({"text": text} for text in ("the film", "the plot", "x", "x y")), name="lines")
     out = shown(capsys, lines, "--model", model, "--job", "training_rm")
-    assert (
-        "Texts begin without a bos token, as the tokenizer itself does (model.data.add_bos=null)."
-        in out
-    )
+    said = "Texts begin without a bos token, as the tokenizer itself does"
+    assert f"{said} (model.data.add_bos=null)." in out
     assert f"--- sample 2: {lines}, records 3 and 4" in out and "Nothing to report." in out
 
 
@@ -185,25 +174,6 @@ def test_labels_and_texts_for_sft(model, write, capsys):
     out = shown(capsys, path, "--model", model)
     assert "the film[[ was a joy]][[<|im_end|>]]" in out
     assert f"1 with an empty response:\n    {path}, record 2" in out
-
-
-def test_nemos_chat_format(model, write, capsys):
-    conversation = [{"from": "User", "value": "hello"}, {"from": "Assistant", "value": "a joy"}]
-    path = write({"system": "Be kind.", "conversations": conversation})
-    out = shown(capsys, path, "--model", model, "model.data.chat=True", "--job", "gpt_sft")
-    assert "␀System⏎\nBe kind.⏎\n␑User⏎\nhello⏎\n␑Assistant⏎\n[[a joy⏎\n␑]]" in out
-
-
-def test_labelled_responses(model, write, capsys):
-    path = write(
-        {"prompt": "the film ", "response": "was a joy", "preference": "chosen"},
-        {"prompt": "the film ", "response": "was " * 60, "preference": "rejected"},
-        {"prompt": "a plot ", "response": "was a joy", "preference": "rejected"},
-    )
-    out = shown(capsys, path, "--model", model, "model.data.seq_length=40")
-    assert "gpt_kto reads" in out and "trained on: [[so]]" in out
-    assert re.search(r"chosen \(\d tokens, 3 trained on\)\nthe film\[\[ was a joy\]\]", out)
-    assert re.search(r"1 longer than model.data.seq_length=40 tokens: left out:\n.*record 2", out)
 
 
 def test_responses_for_on_policy_distillation(model, write, capsys):
@@ -311,10 +281,8 @@ def test_what_the_job_would_refuse_is_the_error(model, write, capsys):
     error = error_of(capsys, "inspect", path, "--model", model, TEMPLATE)
     assert f"{path}, line 2: field 'messages' is an empty list" in error
     main(["inspect", write({"messages": chat("a", "b")}), "--model", model])
-    assert (
-        "written in the tokenizer's chat template, as model.data.chat_temp"
-        in capsys.readouterr()[0]
-    )
+    said = "written in the tokenizer's chat template, as model.data.chat_temp"
+    assert said in capsys.readouterr()[0]
     alpaca = write({"instruction": "hello", "input": "", "output": "a" * 99})
     with pytest.raises(SystemExit):
         main(["inspect", alpaca, "--model", model])
@@ -326,9 +294,8 @@ def test_what_the_job_would_refuse_is_the_error(model, write, capsys):
     assert "add --job gpt_sft" in error_of(capsys, "inspect", text, "--model", model)
     assert "--model is missing" in error_of(capsys, "inspect", text)
     assert "does not exist" in error_of(capsys, "inspect", "/nowhere.jsonl", "--model", model)
-    assert "the command is: nemo-aligner inspect" in error_of(
-        capsys, "look", text, "--model", model
-    )
+    error = error_of(capsys, "look", text, "--model", model)
+    assert "the command is: nemo-aligner inspect" in error
     error = error_of(
         capsys, "inspect", text, "--model", model, "--job", "training_rm", "model.data.chat_temp=x"
     )
@@ -370,15 +337,9 @@ def test_pieces_join_to_the_text_of_all_tokens(model):
 
 HUMAN = "\n\nHuman: the film?\n\nAssistant: hello\n\nHuman: a plot?\n\nAssistant:"
 VERL = {"data_source": "a", "ability": "math", "extra_info": {"index": 1, "split": "train"}}
-ULTRA = {
-    "prompt": "hello",
-    "prompt_id": "7",
-    "chosen": chat("hello", "a joy"),
-    "rejected": chat("hello", "a plot"),
-    "messages": chat("hello", "a joy"),
-    "score_chosen": 8.5,
-    "score_rejected": 2.0,
-}
+SIDES = {"chosen": chat("hello", "a joy"), "rejected": chat("hello", "a plot")}
+ULTRA = {"prompt": "hello", "prompt_id": "7", **SIDES, "messages": chat("hello", "a joy")}
+ULTRA |= {"score_chosen": 8.5, "score_rejected": 2.0}
 BT = ["model.reward_model_type=regression", "model.regression.loss_func=regular_bt"]
 STEPS = ["model.reward_model_type=regression", "model.data.seq_length=64"]
 # (layout, job as the page names it), job, settings, records, what is shown
@@ -494,9 +455,8 @@ def test_a_pair_may_begin_in_one_file_and_end_in_the_next(tmp_path):
     for name, lines in (("one", texts[:3]), ("two", texts[3:])):
         records = [json.dumps({"text": text}) + "\n" for text in lines]
         (tmp_path / f"{name}.jsonl").write_text("".join(records))
-    check_early(
-        "training_rm", f"{tmp_path}/one.jsonl,{tmp_path}/two.jsonl", ["model.data.prompt_end=A:"]
-    )
+    files = f"{tmp_path}/one.jsonl,{tmp_path}/two.jsonl"
+    check_early("training_rm", files, ["model.data.prompt_end=A:"])
 
 
 @pytest.mark.parametrize("row", LAYOUTS, ids=lambda row: "-".join(row[0]))

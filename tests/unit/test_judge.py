@@ -119,9 +119,8 @@ def test_a_reply_that_was_cut_off_is_no_verdict(tmp_path):
     cut["usage"] = []  # what a server may send
     with JsonServer(lambda *_: cut) as server:
         with rewards(server.url, tmp_path, tries=2) as source:
-            with pytest.raises(
-                RewardFunctionError, match="cut off at trainer.rs.judge.max_tokens"
-            ):
+            said = "cut off at trainer.rs.judge.max_tokens"
+            with pytest.raises(RewardFunctionError, match=said):
                 score(source, "r")
         assert len(server.requests) == 2
         with rewards(server.url, tmp_path, tries=1, fallback=0.5) as source:

@@ -10,7 +10,7 @@ from nemo.utils import logging
 from omegaconf import OmegaConf
 
 from nemo_aligner.checkpoint.hugging_face.writing import copy_tokenizer
-from nemo_aligner.checkpoint.nemo_writing import write_config
+from nemo_aligner.checkpoint.nemo_archive import write_config
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.data.nlp.record_encoder import RecordEncoder, chat_form, say_default
 from nemo_aligner.launch.model_loading import complete_model_config
@@ -25,13 +25,8 @@ pytestmark = pytest.mark.slow
 
 TALK = {"messages": [{"role": "user", "content": "hello"}]}
 PLAIN = "{% for m in messages %}[{{ m.content }}${{ x }}]{{ eos_token }}{% endfor %}"
-TOKENS = {
-    "system_turn_start": "<s0>",
-    "turn_start": "<s1>",
-    "label_start": "<s2>",
-    "end_of_turn": "\n",
-    "end_of_name": "\n",
-}
+TOKENS = {"system_turn_start": "<s0>", "turn_start": "<s1>", "label_start": "<s2>"}
+TOKENS |= {"end_of_turn": "\n", "end_of_name": "\n"}
 
 
 @pytest.fixture

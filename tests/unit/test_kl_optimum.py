@@ -31,15 +31,7 @@ import torch
 from nemo_aligner.algorithms.ppo_data import make_ppo_data
 from nemo_aligner.core.losses import ppo_actor_loss
 from tests.cases import some_of
-from tests.kl_optimum import (
-    ESTIMATORS,
-    Problem,
-    one_token,
-    rollout,
-    settings,
-    train,
-    two_tokens,
-)
+from tests.kl_optimum import ESTIMATORS, Problem, one_token, rollout, settings, train, two_tokens
 
 PROBLEMS = {"one token": one_token, "two tokens": two_tokens}
 COMPARING = ("grpo", "rloo")
@@ -64,19 +56,14 @@ def token_logprobs(problem: Problem, logits: list[list[float]]) -> list[list[flo
 
 def mean_score(problem: Problem, logits: list[list[float]], scores: list[float]) -> float:
     """Sum over the responses of pi(y) * score(y), the scores being numbers."""
-    return sum(
-        math.exp(sum(row)) * score for row, score in zip(token_logprobs(problem, logits), scores)
-    )
+    chances = [math.exp(sum(row)) for row in token_logprobs(problem, logits)]
+    return sum(chance * score for chance, score in zip(chances, scores))
 
 
 def scores_with(problem: Problem, logits: list[list[float]], estimator: str) -> list[float]:
     """r(y) - beta * the sum of the KL estimates of the tokens of y."""
-    kl = {
-        "k1": lambda x: x,
-        "abs": abs,
-        "k2": lambda x: x * x / 2,
-        "k3": lambda x: math.exp(-x) - 1 + x,
-    }[estimator]
+    kl = {"k1": lambda x: x, "abs": abs, "k2": lambda x: x * x / 2}
+    kl = (kl | {"k3": lambda x: math.exp(-x) - 1 + x})[estimator]
     policy = token_logprobs(problem, logits)
     reference = token_logprobs(problem, problem.reference.tolist())
     return [
@@ -123,11 +110,8 @@ def expected_gradient(
             drawn = torch.cartesian_prod(drawn, drawn).flatten()
             weights = torch.outer(likely, likely).flatten().repeat_interleave(2) / 2
         scored = rollout(problem, logits, drawn, 2, exact_values(problem, logits))
-        data, _ = make_ppo_data(
-            scored,
-            settings(advantage_estimator=estimator, normalize_advantages=False, **changes),
-            0.0 if coef else problem.beta,
-        )
+        changes = {"advantage_estimator": estimator, "normalize_advantages": False, **changes}
+        data, _ = make_ppo_data(scored, settings(**changes), 0.0 if coef else problem.beta)
     loss, _ = ppo_actor_loss(
         logprobs=problem.logprobs(logits)[drawn],
         prev_logprobs=data["prev_logprobs"],
@@ -182,9 +166,8 @@ def test_expected_update_of_pairs_divided_by_their_deviation(problem):
     def advantage(difference: float) -> float:
         return difference / 2 / (abs(difference) / math.sqrt(2) + 1e-6)
 
-    advantages = [
-        sum(p * advantage(mine - other) for p, other in zip(likely, scores)) for mine in scores
-    ]
+    pairs = list(zip(likely, scores))
+    advantages = [sum(p * advantage(mine - x) for p, x in pairs) for mine in scores]
     exact = finite_differences(lambda moved: mean_score(problem, moved, advantages), logits)
     assert exact.abs().max() > 0.05
     close(expected_gradient(problem, logits, "grpo"), exact)
@@ -194,18 +177,12 @@ def test_without_a_reward_only_k1_leads_back_to_the_reference():
     """By hand: ref = .5 .5 and pi = .4 .6 have k1 = log .8 = -.22314 and log 1.2 = .18232. The
     derivative of E[S] by the first logit is .4 * .6 * (S_1 - S_2).
     """
-    nothing = Problem(
-        torch.tensor([[0.5, 0.5]], dtype=torch.float64).log(),
-        torch.zeros(2, dtype=torch.float64),
-        beta=1.0,
-    )
+    base = torch.tensor([[0.5, 0.5]], dtype=torch.float64).log()
+    nothing = Problem(base, torch.zeros(2, dtype=torch.float64), beta=1.0)
     logits = torch.tensor([[0.4, 0.6]], dtype=torch.float64).log()
-    in_reward = {
-        "k1": 0.24 * (0.22314 + 0.18232),
-        "abs": 0.24 * (0.18232 - 0.22314),
-        "k2": 0.24 * (0.18232**2 - 0.22314**2) / 2,
-        "k3": 0.24 * ((1 / 1.2 - 1 + 0.18232) - (1 / 0.8 - 1 - 0.22314)),
-    }
+    in_reward = {"k1": 0.24 * (0.22314 + 0.18232), "abs": 0.24 * (0.18232 - 0.22314)}
+    in_reward |= {"k2": 0.24 * (0.18232**2 - 0.22314**2) / 2}
+    in_reward |= {"k3": 0.24 * ((1 / 1.2 - 1 + 0.18232) - (1 / 0.8 - 1 - 0.22314))}
     for name, value in in_reward.items():
         assert (value > 0) == (name == "k1")  # the first token is too rare: up is back
         seen = expected_gradient(nothing, logits, "reinforce_plus_plus", kl_estimator=name)
@@ -232,9 +209,8 @@ def test_k2_in_the_loss_leaves_out_what_a_token_does_to_later_ones():
 
 def test_the_oracle_by_hand():
     problem = one_token()
-    assert problem.objective(problem.reference) == pytest.approx(
-        0.4 * 0.1 + 0.24 * 0.2 - 0.2 * 0.4 + 0.16 * 2
-    )
+    wanted = pytest.approx(0.4 * 0.1 + 0.24 * 0.2 - 0.2 * 0.4 + 0.16 * 2)
+    assert problem.objective(problem.reference) == wanted
     weights = [0.4 * math.exp(0.1), 0.24 * math.exp(0.2), 0.2 * math.exp(-0.4), 0.16 * math.exp(2)]
     assert problem.best() == pytest.approx(math.log(sum(weights)))
     assert problem.optimum().tolist() == pytest.approx([w / sum(weights) for w in weights])
@@ -292,12 +268,8 @@ def test_kl_in_the_loss_reaches_the_optimum_of_what_it_penalises():
     for _ in range(60):
         middle = (low + high) / 2
         low, high = (middle, high) if sum(share(middle)) > 1 else (low, middle)
-    expected = {
-        "k1": [0.0, 0.0, 0.0, 1.0],
-        "k2": problem.optimum().tolist(),
-        "k3": share(low),
-        "abs": [0.40, 0.24, 0.0, 0.36],
-    }
+    expected = {"k1": [0.0, 0.0, 0.0, 1.0], "k2": problem.optimum().tolist()}
+    expected |= {"k3": share(low), "abs": [0.40, 0.24, 0.0, 0.36]}
     assert abs(expected["k3"][3] - expected["k2"][3]) > 0.04  # the test can tell them apart
     for name, policy in expected.items():
         logits = train(problem, "rloo", kl_penalty=0.0, kl_loss_coef=1.0, kl_loss_estimator=name)

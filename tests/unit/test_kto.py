@@ -48,13 +48,8 @@ def naive(logprobs, ref_logprobs, mask, valid, point, average, sft_average):
     return sum(losses) / len(losses)
 
 
-SETTINGS = dict(
-    beta=BETA,
-    desirable_loss_weight=1.3,
-    undesirable_loss_weight=0.7,
-    preference_loss_weight=0.8,
-    sft_loss_weight=0.3,
-)
+SETTINGS = dict(beta=BETA, desirable_loss_weight=1.3, undesirable_loss_weight=0.7)
+SETTINGS |= dict(preference_loss_weight=0.8, sft_loss_weight=0.3)
 
 
 @pytest.mark.parametrize("average", [False, True])
@@ -68,16 +63,11 @@ def test_loss_and_gradient_are_those_of_a_naive_loop(average, point):
     unused = (mask == 0) | (valid == 0)[:, None]
     ours, reference = (torch.where(unused, torch.nan, x).float() for x in (logprobs, ref_logprobs))
     ours.requires_grad_()
+    options = {"desirable": DESIRABLE, "average_log_probs": average, **SETTINGS}
+    options |= {"sft_average_log_probs": not average, "reference_point": torch.tensor(point)}
+    weights = loss_weights(valid)
     loss, metrics = kto_loss(
-        logprobs=ours,
-        ref_logprobs=reference,
-        mask=mask,
-        weights=loss_weights(valid),
-        desirable=DESIRABLE,
-        reference_point=torch.tensor(point),
-        average_log_probs=average,
-        sft_average_log_probs=not average,
-        **SETTINGS,
+        logprobs=ours, ref_logprobs=reference, mask=mask, weights=weights, **options
     )
     loss.backward()
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
@@ -90,15 +80,10 @@ def test_parts_of_a_batch_sum_to_the_batch_and_statistics_are_means_of_each_kind
     weights = loss_weights(valid)
 
     def numbers(rows):
-        return kto_loss(
-            logprobs=logprobs[rows],
-            ref_logprobs=ref_logprobs[rows],
-            mask=mask[rows],
-            weights=weights[rows],
-            desirable=DESIRABLE[rows],
-            reference_point=torch.tensor(0.5),
-            **SETTINGS,
-        )[1]
+        columns = {"logprobs": logprobs, "ref_logprobs": ref_logprobs, "mask": mask}
+        columns |= {"weights": weights, "desirable": DESIRABLE}
+        columns = {name: column[rows] for name, column in columns.items()}
+        return kto_loss(**columns, reference_point=torch.tensor(0.5), **SETTINGS)[1]
 
     whole, parts = numbers(list(range(SAMPLES))), [numbers([6]), numbers([2, 0]), numbers([1, 3])]
     parts.append(numbers([5, 4]))
@@ -127,15 +112,9 @@ def test_a_sample_far_from_the_point_keeps_a_gradient():
     """1 - s(x) is 0 in float32 from x = 17 on; s(-x) is not."""
     leaf = torch.full((1, 1), 30.0, requires_grad=True)
     shape = torch.ones(1, 1)
-    loss, _ = kto_loss(
-        logprobs=leaf,
-        ref_logprobs=torch.zeros(1, 1),
-        mask=shape,
-        weights=torch.ones(1),
-        desirable=torch.ones(1),
-        reference_point=torch.tensor(0.0),
-        beta=1.0,
-    )
+    one = {"weights": torch.ones(1), "desirable": torch.ones(1), "beta": 1.0}
+    one |= {"ref_logprobs": torch.zeros(1, 1), "reference_point": torch.tensor(0.0)}
+    loss, _ = kto_loss(logprobs=leaf, mask=shape, **one)
     loss.backward()
     assert loss.item() == pytest.approx(math.exp(-30), rel=1e-5)
     assert leaf.grad.item() == pytest.approx(-math.exp(-30), rel=1e-5)

@@ -39,11 +39,11 @@ STEPS, SAMPLES, LENGTH = 20, preference_jobs.BATCH, 44
 def records(count):
     """Samples of ragged lengths, three of five desirable."""
     for i in range(count):
-        yield {
-            "prompt": "the film" + " so" * (i % 5) + f" {i}",
-            "response": RESPONSES[i % 4],
-            "preference": "chosen" if i % 5 < 3 else "rejected",
-        }
+        kind, prompt = (
+            "chosen" if i % 5 < 3 else "rejected",
+            "the film" + " so" * (i % 5) + f" {i}",
+        )
+        yield {"prompt": prompt, "response": RESPONSES[i % 4], "preference": kind}
 
 
 # --- the data set
@@ -73,16 +73,9 @@ def test_items_are_the_tokens_of_the_texts_with_masks_of_the_responses(tiny_toke
         length = int(item["kl_sample_length"])
         mismatched = item["kl_samples"].tolist()[:length]
         assert mismatched[: len(prompt)] == prompt
-        others = [
-            i
-            for i, other in enumerate(given)
-            if i != index
-            and mismatched[len(prompt) :]
-            == [
-                *tokens_of(tiny_tokenizer, other["prompt"], other["response"])[1],
-                tiny_tokenizer.eos_id,
-            ]
-        ]
+        made = [tokens_of(tiny_tokenizer, each["prompt"], each["response"])[1] for each in given]
+        wanted, end = mismatched[len(prompt) :], [tiny_tokenizer.eos_id]
+        others = [i for i, ids in enumerate(made) if i != index and wanted == [*ids, *end]]
         assert others, "the response is of no other sample"
         partners.add((index + 2) % 6)
         assert (index + 2) % 6 in others

@@ -10,7 +10,7 @@ import torch
 from omegaconf import OmegaConf
 
 from nemo_aligner.config.defaults import complete_model
-from nemo_aligner.config.jobs.reward_model import learns_labelled_pairs
+from nemo_aligner.config.jobs.supervised import learns_labelled_pairs
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.core.estimators import PREFERENCE_LOSSES
 from nemo_aligner.core.losses import loss_weights, preference_loss
@@ -43,13 +43,10 @@ def test_numbers_by_hand():
     """ln(1 + e^-x) at x = 1.5, and x = 0.5 and 3 times that for a margin of 1 and 3."""
     expected = {"regular_bt": 0.2014133, "margin_bt": 0.4740770, "scaled_bt": 3 * 0.2014133}
     for loss_func, value in expected.items():
-        loss, metrics = preference_loss(
-            rewards_chosen=torch.tensor([2.0]),
-            rewards_rejected=torch.tensor([0.5]),
-            weights=torch.ones(1),
-            loss_func=loss_func,
-            margins=torch.tensor([3.0 if loss_func == "scaled_bt" else 1.0]),
-        )
+        sides = {"rewards_chosen": torch.tensor([2.0]), "rewards_rejected": torch.tensor([0.5])}
+        margins = torch.tensor([3.0 if loss_func == "scaled_bt" else 1.0])
+        options = {"weights": torch.ones(1), "loss_func": loss_func, "margins": margins}
+        loss, metrics = preference_loss(**sides, **options)
         assert loss.item() == metrics["loss"].item() == pytest.approx(value, abs=1e-6)
 
 
@@ -63,13 +60,10 @@ def test_loss_and_gradient_against_finite_differences(loss_func):
         return sum(by_hand(loss_func, c - r, m) for (c, r), m in zip(rewards, margins)) / 4
 
     chosen, rejected = (torch.tensor(x, requires_grad=True) for x in zip(*rewards))
-    loss, metrics = preference_loss(
-        rewards_chosen=chosen[:, None],
-        rewards_rejected=rejected,
-        weights=loss_weights(torch.tensor([1, 1, 1, 1, 0])),
-        loss_func=loss_func,
-        margins=torch.tensor(margins),
-    )
+    sides = {"rewards_chosen": chosen[:, None], "rewards_rejected": rejected}
+    weights = loss_weights(torch.tensor([1, 1, 1, 1, 0]))
+    options = {"loss_func": loss_func, "margins": torch.tensor(margins)}
+    loss, metrics = preference_loss(**sides, weights=weights, **options)
     loss.backward()
     assert loss.item() == pytest.approx(mean(rewards[:4]), rel=1e-6)
     assert metrics["acc"].item() == 0.25
@@ -120,9 +114,7 @@ def test_the_sign_of_the_label_says_which_text_is_better(tmp_path, tiny_tokenize
     assert dataset[-1]["loss_mask"].sum() == 0
 
 
-def test_no_preference_counts_for_the_second_text_and_is_reported(
-    tmp_path, tiny_tokenizer, warnings
-):
+def test_no_preference_counts_for_the_second_and_is_told(tmp_path, tiny_tokenizer, warnings):
     path = write(tmp_path / "pairs.jsonl", [[0], [-1]])
     dataset = LabelledPairDataset([path], tiny_tokenizer, 8)
     assert dataset[0]["margin"] == 0
@@ -157,12 +149,9 @@ def test_data_without_a_margin_is_refused(tmp_path, tiny_tokenizer, label, messa
 
 
 def config(tokenizer_dir, loss, num_attributes=6, **overrides):
-    return tiny_config(
-        tokenizer_dir,
-        reward_model_type="regression",
-        regression={"num_attributes": num_attributes, "loss_func": loss},
-        **{"micro_batch_size": 2, **overrides},
-    )
+    regression = {"num_attributes": num_attributes, "loss_func": loss}
+    own = {"reward_model_type": "regression", "regression": regression, "micro_batch_size": 2}
+    return tiny_config(tokenizer_dir, **(own | overrides))
 
 
 def pair_batch(width=9):
@@ -260,20 +249,12 @@ def test_sizes_of_batches_count_samples_and_pairs_stay_together(
     """As in NeMo-Aligner a global batch of 4 has two pairs."""
     path = write(tmp_path / "pairs.jsonl", [[-1], [2], [-3], [4], [-5]])
     model_cfg = config(tiny_tokenizer_dir, "scaled_bt", global_batch_size=4)
-    data = {
-        "data_prefix": {"train": [path], "validation": [path]},
-        "data_impl": "jsonl",
-        "splits_string": None,
-        "seq_length": 8,
-        "num_workers": 0,
-        "validation_drop_last": False,
-    }
-    cfg = OmegaConf.create(
-        {
-            "model": {**complete_model(model_cfg, "training_rm"), "data": data},
-            "trainer": {"rm": {"train_random_sampler": True, "val_random_sampler": False}},
-        }
-    )
+    data = {"data_prefix": {"train": [path], "validation": [path]}, "data_impl": "jsonl"}
+    data |= {"splits_string": None, "seq_length": 8, "num_workers": 0}
+    data["validation_drop_last"] = False
+    model = {**complete_model(model_cfg, "training_rm"), "data": data}
+    rm = {"train_random_sampler": True, "val_random_sampler": False}
+    cfg = OmegaConf.create({"model": model, "trainer": {"rm": rm}})
     train, validation, _ = reward_model_loaders(cfg, tiny_tokenizer)
     batches = list(train)
     assert [len(batch["chosen"]) for batch in batches] == [2, 2]

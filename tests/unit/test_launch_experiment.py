@@ -22,7 +22,7 @@ from nemo_aligner.launch.experiment import (
     setup_experiment,
 )
 from nemo_aligner.launch.processes import resolve_and_create_trainer
-from nemo_aligner.training.prometheus import PrometheusLogger
+from nemo_aligner.training.loggers import PrometheusLogger
 
 pytestmark = pytest.mark.slow
 
@@ -51,11 +51,8 @@ def test_checkpoints_from_a_section_with_keys_missing(tmp_path, given, kept):
 
 
 def test_without_validation_the_newest_checkpoints_stay(tmp_path):
-    params = {
-        "monitor": "val_loss",
-        "filename": "gpt--{val_loss:.3f}-{step}-{val_x}",
-        "mode": "min",
-    }
+    filename = "gpt--{val_loss:.3f}-{step}-{val_x}"
+    params = {"monitor": "val_loss", "filename": filename, "mode": "min"}
     for has_validation in (True, False):
         given = {"exp_manager": {"checkpoint_callback_params": params}}
         callback = build_checkpoint_callback(
@@ -147,11 +144,8 @@ def test_prometheus_reads_the_newest_metrics(tmp_path):
         logger.log_metrics({"loss": 0.5 * step, "a-b": float("nan")}, step, prefix="train/")
     page = urllib.request.urlopen(f"http://{address}/metrics", timeout=10).read().decode()
     lines = [line for line in page.splitlines() if not line.startswith("#")]
-    assert sorted(lines) == [
-        "nemo_aligner_step 2.0",
-        "nemo_aligner_train_a_b NaN",
-        "nemo_aligner_train_loss 1.0",
-    ]
+    names = "nemo_aligner_step 2.0", "nemo_aligner_train_a_b NaN"
+    assert sorted(lines) == [*names, "nemo_aligner_train_loss 1.0"]
     with pytest.raises(UserError, match=f"prometheus_address={address} cannot be served"):
         PrometheusLogger(address)
     logger.finalize()

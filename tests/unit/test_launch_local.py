@@ -49,13 +49,10 @@ def launch(tmp_path):
 
     def start(server, actor, **environment) -> subprocess.Popen:
         words = [tmp_path / "server.py", *server, "--", tmp_path / "actor.py", *actor]
-        process = subprocess.Popen(
-            ["bash", SCRIPT, *map(str, words)],
-            env={**os.environ, "PYTHON": sys.executable, **environment},
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
+        command = ["bash", SCRIPT, *map(str, words)]
+        environment = {**os.environ, "PYTHON": sys.executable, **environment}
+        options = {"stderr": subprocess.PIPE, "text": True, "start_new_session": True}
+        process = subprocess.Popen(command, env=environment, **options)
         started.append(process)
         return process
 

@@ -46,13 +46,9 @@ def places(tmp_path):
 
 def start(places, program=PROGRAM + WAIT) -> tuple[subprocess.Popen, Path, Path]:
     """A process, its temporary folder and its shared memory."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", program, *map(str, places)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-    )
+    command = [sys.executable, "-c", program, *map(str, places)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(command, cwd=ROOT, **pipes)
     folder, memory = process.stdout.readline().split()
     return process, Path(folder), Path("/dev/shm") / memory
 
@@ -70,11 +66,9 @@ def test_the_next_process_removes_what_a_killed_one_left_and_nothing_else(places
     killed, *left = start(places)
     end(killed, signal.SIGKILL)
     (folder, memory) = left
-    strangers = [
-        folder.with_name(f"nemo_{secrets.token_hex(8)}"),
-        folder.with_name(folder.name + "x"),
-        memory.with_name(f"nemo_aligner_{secrets.token_hex(8)}-x"),
-    ]
+    words = secrets.token_hex(8)
+    strangers = [folder.with_name(f"nemo_{words}"), folder.with_name(folder.name + "x")]
+    strangers.append(memory.with_name(f"nemo_aligner_{words}-x"))
     for path in strangers:
         path.write_text("text")
     try:

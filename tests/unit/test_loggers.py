@@ -6,6 +6,7 @@ import errno
 import json
 import logging
 import os
+from contextlib import nullcontext
 
 import numpy as np
 import pandas as pd
@@ -17,7 +18,8 @@ from nemo_aligner.core.errors import UserError
 from nemo_aligner.parallel.environment import is_rank_zero
 from nemo_aligner.training import loggers
 from nemo_aligner.training.loggers import CustomLoggerWrapper
-from tests.ppo_fakes import FakeLogger
+from nemo_aligner.training.token_counts import forget_token_counts
+from tests.ppo_fakes import FakeLogger, make_trainer
 
 
 class Recorder:
@@ -53,42 +55,42 @@ def test_a_logger_without_the_method_is_skipped():
     logger.log_hyperparams({"lr": 1})
     logger.finalize()
     assert plain.calls == [("hyperparams", {"lr": 1})]
-    assert rich.calls == [
-        ("table", "table/train", 1, 1),
-        ("hyperparams", {"lr": 1}),
-        ("finalize", "success"),
-    ]
+    calls = [("table", "table/train", 1, 1), ("hyperparams", {"lr": 1})]
+    assert rich.calls == [*calls, ("finalize", "success")]
 
 
 def test_metrics_file(tmp_path):
     logger = CustomLoggerWrapper(None, tmp_path / "new" / "metrics.jsonl")
-    values = {
-        "a": 1,
-        "b": torch.tensor([2.5]),
-        "c": np.float32(0.5),
-        "d": float("nan"),
-        "e": -float("inf"),
-        "f": None,
-    }
+    values = {"a": 1, "b": torch.tensor([2.5]), "c": np.float32(0.5)}
+    values |= {"d": float("nan"), "e": -float("inf"), "f": None}
     logger.log_metrics(values, step=7, prefix="x/")
     (line,) = read(tmp_path / "new" / "metrics.jsonl")
     assert line.pop("time") > 0
     assert line == {"step": 7, "x/a": 1, "x/b": 2.5, "x/c": 0.5, "x/d": None, "x/e": None}
 
 
+@pytest.mark.parametrize("failed", [False, True])
+def test_a_step_calls_a_logger_once_for_each_number(tmp_path, failed):
+    """Its updates are 1 and 2, and it is 0; an error loses nothing that was measured before."""
+    shown, trainer = Recorder(), make_trainer(fail_at_train=0 if failed else None)
+    trainer.logger = CustomLoggerWrapper([shown], tmp_path / "metrics.jsonl")
+    forget_token_counts()  # of other tests in this process
+    with pytest.raises(RuntimeError, match="critic lost") if failed else nullcontext():
+        trainer.run_step()
+    assert [step for _, _, step in shown.calls] == [1, 2, 0]
+    families = [
+        (line["step"], {key.partition("/")[0] for key in [*line][2:]})
+        for line in read(tmp_path / "metrics.jsonl")
+    ]
+    of_the_step = ["train_rollouts"] if failed else ["train_rollouts", "timers", "speed"]
+    assert families == [(n, {"train_optim"}) for n in (1, 2)] + [(0, {x}) for x in of_the_step]
+    assert len(read(tmp_path / "timeline.jsonl")) > 5
+
+
 @pytest.mark.parametrize("value", ["text", torch.zeros(2), np.zeros(2), {"a": 1}])
 def test_only_numbers_are_metrics(value):
     with pytest.raises(TypeError, match="metric train/loss"):
         CustomLoggerWrapper([]).log_metrics({"loss": value}, prefix="train/")
-
-
-def test_a_resumed_job_appends_and_a_torn_line_is_cut(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    CustomLoggerWrapper([], path).log_metrics({"a": 1}, step=1)
-    with open(path, "a") as file:
-        file.write('{"step": 2, "a"')  # the job was killed here
-    CustomLoggerWrapper([], path).log_metrics({"a": 2}, step=2)
-    assert [(line["step"], line["a"]) for line in read(path)] == [(1, 1), (2, 2)]
 
 
 @pytest.mark.parametrize("freed", [True, False])

@@ -7,35 +7,27 @@ libraries: test_oracle_losses.py; NaN in slots that do not count: test_masked_sl
 import pytest
 import torch
 
-from nemo_aligner.core.losses import (
-    loss_weights,
-    regression_loss,
-)
+from nemo_aligner.core.losses import loss_weights, regression_loss
 
 
 def test_weights_by_hand():
     mask = torch.tensor([[1, 1, 0, 0], [0, 1, 1, 1], [0, 0, 0, 0], [1, 0, 0, 0]])
     t, h, q = 1 / 6, 1 / 2, 1 / 3
     close(loss_weights(mask, "token"), [[t, t, 0, 0], [0, t, t, t], [0, 0, 0, 0], [t, 0, 0, 0]])
-    close(
-        loss_weights(mask, "sequence"),
-        [[q * h, q * h, 0, 0], [0, q * q, q * q, q * q], [0] * 4, [q, 0, 0, 0]],
-    )
+    rows = [[q * h, q * h, 0, 0], [0, q * q, q * q, q * q], [0] * 4, [q, 0, 0, 0]]
+    close(loss_weights(mask, "sequence"), rows)
     a = 1 / 5 / 2  # two micro-batches of 5 and 1 counting slots
     close(loss_weights(mask, "microbatch", 2), [[a, a, 0, 0], [0, a, a, a], [0] * 4, [h, 0, 0, 0]])
 
 
 def close(actual, expected):
-    torch.testing.assert_close(
-        actual, torch.as_tensor(expected, dtype=actual.dtype), atol=1e-7, rtol=1e-6
-    )
+    found, wanted = actual, torch.as_tensor(expected, dtype=actual.dtype)
+    torch.testing.assert_close(found, wanted, atol=1e-7, rtol=1e-6)
 
 
 def test_weights_refuse_what_cannot_be():
-    with pytest.raises(
-        ValueError,
-        match="loss_reduction='mean' is unknown; choose one of token, sequence, microbatch",
-    ):
+    said = "loss_reduction='mean' is unknown; choose one of token, sequence, microbatch"
+    with pytest.raises(ValueError, match=said):
         loss_weights(torch.ones(2, 2), "mean")
     with pytest.raises(ValueError, match="micro_batch_size=2 does not divide the 3 samples"):
         loss_weights(torch.ones(3, 2), "microbatch", 2)

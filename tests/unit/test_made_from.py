@@ -13,13 +13,13 @@ import pytest
 from nemo.utils import logging
 from omegaconf import OmegaConf
 
+from nemo_aligner.checkpoint import checksums
 from nemo_aligner.checkpoint import made_from as module
 from nemo_aligner.checkpoint.checkpointing import CheckpointCallback
 from nemo_aligner.checkpoint.checksums import MANIFEST
 from nemo_aligner.checkpoint.made_from import compare, content_hash, made_from
 from nemo_aligner.config.defaults import complete_config
 from nemo_aligner.config.schema import LIVE
-from nemo_aligner.core import content
 from nemo_aligner.core.errors import SaveError, UserError
 from nemo_aligner.data.nlp.builders import build_sft_dataset
 
@@ -32,7 +32,7 @@ def warned(monkeypatch):
 
 
 def test_content_does_not_depend_on_the_place(tmp_path, monkeypatch):
-    monkeypatch.setattr(content, "SMALL", 1000)
+    monkeypatch.setattr(checksums, "SMALL", 1000)
     folder = tmp_path / "base"
     (folder / ".git").mkdir(parents=True)
     (folder / "model.safetensors").write_bytes(bytes(range(256)) * 4000)
@@ -54,9 +54,8 @@ def test_content_does_not_depend_on_the_place(tmp_path, monkeypatch):
     assert content_hash(tmp_path / "base.nemo") == content_hash(folder) != before
     with tarfile.open(tmp_path / "zip.nemo", "w:gz") as tar:
         tar.add(folder, ".")
-    monkeypatch.setattr(
-        tarfile.TarFile, "extractfile", lambda *_arguments: pytest.fail("unpacked")
-    )
+    unpack = lambda *_arguments: pytest.fail("unpacked")
+    monkeypatch.setattr(tarfile.TarFile, "extractfile", unpack)
     assert content_hash(tmp_path / "zip.nemo") != content_hash(folder)
 
 
@@ -89,11 +88,8 @@ def test_what_differs_is_shown_and_refused_or_not(tmp_path, warned, monkeypatch)
     assert warned == []
     made_from(dpo(base, model__restore_from_path="moved_away"), "dpo")  # of the base's training
     compare(made_from(dpo(base, model__optim__lr=0.5), "dpo"), stored, "run")
-    assert "other settings:\n" in warned[0] and warned[0].split()[-3:] == [
-        "model.optim.lr",
-        "9e-06",
-        "0.5",
-    ]
+    assert "other settings:\n" in warned[0]
+    assert warned[0].split()[-3:] == ["model.optim.lr", "9e-06", "0.5"]
     compare(made_from(dpo(base, model__precision="bf16"), "dpo"), stored, "run")
     assert warned[1].split()[-1] == "bf16"
     base.write_bytes(b"b")
@@ -101,15 +97,11 @@ def test_what_differs_is_shown_and_refused_or_not(tmp_path, warned, monkeypatch)
     with pytest.raises(UserError) as refusal:
         compare(made_from(other, "dpo"), stored, "run")
     lines = [line.split() for line in str(refusal.value).splitlines()[2:5]]
-    assert [line[0] for line in lines] == [
-        "base",
-        "model.dpo.preference_loss",
-        "model.dpo.ref_policy_kl_penalty",
-    ]
+    keys = [f"model.dpo.{key}" for key in ("preference_loss", "ref_policy_kl_penalty")]
+    assert [line[0] for line in lines] == ["base", *keys]
     assert lines[2][1:] == ["0.2", "0.5"]
-    assert "explicit_log_dir" in str(refusal.value) and "resume_if_exists=False" in str(
-        refusal.value
-    )
+    for words in ("explicit_log_dir", "resume_if_exists=False"):
+        assert words in str(refusal.value)
     with pytest.raises(UserError, match="job +dpo +kto"):
         compare({"objective": {"job": "kto"}}, stored, "run")
     compare(first, {"trainer": {}}, "run")
@@ -163,9 +155,8 @@ def test_what_decides_the_objective_is_compared_as_it_counts(
     (tmp_path / "t.jinja").touch()
 
     def objective(changes):
-        cfg = complete_config(
-            {"pretrained_checkpoint": {"restore_from_path": ""}}, "gpt_ppo_actor"
-        )
+        given = {"pretrained_checkpoint": {"restore_from_path": ""}}
+        cfg = complete_config(given, "gpt_ppo_actor")
         for key, value in changes.items():
             OmegaConf.update(cfg, key, value)
         return made_from(cfg, "ppo")
@@ -200,9 +191,8 @@ def test_data_are_known_by_content_order_and_choice(tmp_path, tiny_tokenizer):
 
     def data(*paths, shuffle=True, num_samples=None):
         section = {"file_path": [str(path) for path in paths], "max_seq_length": 32}
-        dataset = build_sft_dataset(
-            OmegaConf.create(section), tiny_tokenizer, num_samples, is_chat=False
-        )
+        section = OmegaConf.create(section)
+        dataset = build_sft_dataset(section, tiny_tokenizer, num_samples, is_chat=False)
         sampler = SimpleNamespace(is_random=shuffle)
         return module._data(SimpleNamespace(dataset=dataset, batch_sampler=sampler))
 

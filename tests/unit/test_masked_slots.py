@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from nemo_aligner.algorithms.ppo_data import mean_of_sample_means, mean_of_sample_sums
-from nemo_aligner.core import advantages, kl, losses, masks, metrics
+from nemo_aligner.core import advantages, kl, losses, metrics, tensors
 from nemo_aligner.core.estimators import ROLLOUT_REDUCTIONS
 from nemo_aligner.parallel import collectives as distributed
 from nemo_aligner.parallel import vocab_parallel
@@ -44,7 +44,7 @@ def slot_by_slot(function, keep=SLOTS):
 POLICY = "logprobs prev_logprobs advantages ref_logprobs entropy"
 PPO = {"ratio_eps": 0.2, "dual_clip": 1.5, "kl_loss_coef": 0.1, "entropy_bonus": 0.1}
 GAE = {"discount_factor": 0.97, "gae_lambda": 0.9, "mask": MASK, "critic_gae_lambda": 1.0}
-MEANS = (masks.masked_sum, masks.masked_mean, masks.masked_std)
+MEANS = (tensors.masked_sum, tensors.masked_mean, tensors.masked_std)
 REDUCTIONS = ("token", "sequence", "microbatch", "token")
 
 
@@ -108,11 +108,7 @@ CASES = {
         "values returns",
         SLOTS,
     ),
-    "GAE": (
-        partial(advantages.calculate_advantages_and_returns, **GAE),
-        "values rewards",
-        SLOTS,
-    ),
+    "GAE": (partial(advantages.calculate_advantages_and_returns, **GAE), "values rewards", SLOTS),
     "REINFORCE": (
         lambda rewards: advantages.calculate_reinforce_returns(rewards, 0.9, MASK),
         "rewards",
@@ -214,12 +210,8 @@ def test_garbage_where_nothing_counts_changes_nothing(case, garbage):
     expected, expected_gradients = results(case, inputs)
     assert all(tensor.isfinite().all() for tensor in [*expected, *expected_gradients])
     for planted in [[name] for name in names] + [list(names)]:
-        dirty = {
-            name: torch.where(expanded(keep, value.shape), value, garbage)
-            if name in planted
-            else value
-            for name, value in inputs.items()
-        }
+        spoiled = lambda value: torch.where(expanded(keep, value.shape), value, garbage)
+        dirty = {n: spoiled(value) if n in planted else value for n, value in inputs.items()}
         outputs, gradients = results(case, dirty)
         assert len(outputs) == len(expected)
         assert all(map(torch.equal, outputs, expected)), planted
@@ -234,25 +226,10 @@ def test_nothing_counts():
         empty = losses.loss_weights(nothing, reduction, 1, longest=9)
         leaf = torch.full_like(MASK, torch.nan, requires_grad=True)
         others = {name: torch.full_like(MASK, torch.inf) for name in POLICY.split()[1:]}
-        loss = losses.ppo_actor_loss(
-            logprobs=leaf,
-            **others,
-            weights=empty,
-            ratio_eps=0.2,
-            dual_clip=2.0,
-            kl_loss_coef=1.0,
-            entropy_bonus=0.1,
-        )[0]
-        loss = (
-            loss
-            + losses.ppo_critic_loss(
-                values=leaf,
-                prev_values=leaf.detach(),
-                returns=leaf.detach(),
-                weights=empty,
-                loss_clip_val=0.2,
-            )[0]
-        )
+        options = {"ratio_eps": 0.2, "dual_clip": 2.0, "kl_loss_coef": 1.0, "entropy_bonus": 0.1}
+        loss = losses.ppo_actor_loss(logprobs=leaf, **others, weights=empty, **options)[0]
+        rest = {"prev_values": leaf.detach(), "returns": leaf.detach(), "loss_clip_val": 0.2}
+        loss = loss + losses.ppo_critic_loss(values=leaf, weights=empty, **rest)[0]
         loss = loss + losses.sft_loss(logprobs=leaf, weights=empty)[0]
         loss.backward()
         assert loss.item() == 0 and not leaf.grad.any()

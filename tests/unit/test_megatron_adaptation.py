@@ -56,6 +56,10 @@ def _own_subclasses():
     """(class of the package, class of Megatron Core that it derives from)."""
     for path in sorted(PACKAGE.rglob("*.py")):
         text = path.read_text()
+        if path.name == "hybrid_model.py" and not importlib.util.find_spec(
+            "megatron.core.models.hybrid"
+        ):
+            continue  # 0.16 has none
         if "from megatron" in text or "import megatron" in text:
             name = ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
             module = importlib.import_module(name)
@@ -74,7 +78,7 @@ def test_private_methods_that_subclasses_override_are_listed():
             if name.startswith("_") and not name.startswith("__") and callable(getattr(cls, name)):
                 if inspect.isfunction(vars(base).get(name)):
                     found.add(f"{base.__name__}.{name}")
-    assert "GPTModel._postprocess" in found
+    assert "TopKRouter._apply_expert_bias" in found
     assert found <= listed
 
 

@@ -127,13 +127,8 @@ def test_to_megatron_and_back(kind, source, root, tiny_tokenizer_dir, tmp_path, 
     assert torch.equal(megatron_folders.logits(model, TOKENS), expected)
     args, given = loaded["args"], megatron_folders.args_of(kind)
     differ = {k: v for k, v in vars(given).items() if k in args and getattr(args, k) != v}
-    assert differ.keys() <= {
-        "tokenizer_model",
-        "vocab_size",
-        "num_query_groups",
-        "bias_gelu_fusion",
-        "moe_layer_freq",
-    }
+    others = "vocab_size", "num_query_groups", "bias_gelu_fusion", "moe_layer_freq"
+    assert differ.keys() <= {"tokenizer_model", *others}
     assert args.tokenizer_model == str(target / "release" / "tokenizer")
 
 
@@ -181,10 +176,7 @@ def test_what_would_change_the_model_is_refused_by_name(kind, args, named):
     "changes, named",
     [
         ({"a_new_field": 3}, "model.a_new_field=3"),
-        (
-            {"_target_": "megatron.bridge.models.gemma.Gemma2ModelProvider"},
-            "a Gemma2ModelProvider",
-        ),
+        ({"_target_": "megatron.bridge.models.gemma.Gemma2ModelProvider"}, "a Gemma2ModelProvi"),
     ],
 )
 def test_run_config_is_read_as_data(tmp_path, changes, named):
@@ -248,9 +240,8 @@ def test_faults_of_folders_are_named(tmp_path, tiny_tokenizer_dir):
             sources.read_config(tmp_path)
     tracker.write_text("10\n")
     cfg = sources.read_config(tmp_path)
-    with pytest.raises(
-        UserError, match="type=/elsewhere/tokenizer stands in the checkpoint.*PATH"
-    ):
+    said = "type=/elsewhere/tokenizer stands in the checkpoint.*PATH"
+    with pytest.raises(UserError, match=said):
         MegatronGPTModel.restore_from(tmp_path, override_config_path=cfg)
     cfg.tokenizer.type, cfg.override_vocab_size = tiny_tokenizer_dir, 128
     with pytest.raises(UserError, match="less than the 300 ids of the tokenizer"):
@@ -285,10 +276,8 @@ def test_a_weight_without_place_is_named(tmp_path, tiny_tokenizer_dir):
     state = model.sharded_state_dict()
     state["x"] = ShardedTensor.from_rank_offsets("decoder.layers.0.scale.weight", torch.ones(2))
     args = megatron_folders.args_of("llama")
-    megatron_folders.save(
-        SimpleNamespace(sharded_state_dict=lambda: state), tmp_path, {"args": args}
-    )
-    with pytest.raises(
-        UserError, match="holds 'decoder.layers.0.scale.weight', which has no place"
-    ):
+    model = SimpleNamespace(sharded_state_dict=lambda: state)
+    megatron_folders.save(model, tmp_path, {"args": args})
+    said = "holds 'decoder.layers.0.scale.weight', which has no place"
+    with pytest.raises(UserError, match=said):
         restored(tmp_path, tiny_tokenizer_dir)

@@ -28,12 +28,8 @@ TOKENS = torch.tensor([[5, 9, 200, 31, 7, 8, 11, 250], [3, 3, 17, 90, 121, 60, 2
 
 
 def logits_of(model, tokens, micro_batch_size=2):
-    return forward_collect(
-        model.model,
-        {"tokens": tokens},
-        micro_batch_size=micro_batch_size,
-        output_fn=lambda output, _: output,
-    )
+    options = {"micro_batch_size": micro_batch_size, "output_fn": lambda output, _: output}
+    return forward_collect(model.model, {"tokens": tokens}, **options)
 
 
 def share_of_loss(logits, batch):
@@ -57,20 +53,16 @@ def test_samples_that_no_micro_batch_divides(tiny_tokenizer_dir):
     model = MegatronGPTModel(tiny_config(tiny_tokenizer_dir))
     model.set_eval()
     tokens = TOKENS.repeat(2, 1)[:3]
-    torch.testing.assert_close(
-        logits_of(model, tokens, 2), logits_of(model, tokens, 3), atol=1e-6, rtol=1e-5
-    )
+    found, wanted = logits_of(model, tokens, 2), logits_of(model, tokens, 3)
+    torch.testing.assert_close(found, wanted, atol=1e-6, rtol=1e-5)
     with pytest.raises(UserError, match="3 samples.*micro_batch_size=2"):
-        forward_backward(
-            model.model, {"tokens": tokens}, micro_batch_size=2, loss_fn=share_of_loss
-        )
+        own = {"micro_batch_size": 2, "loss_fn": share_of_loss}
+        forward_backward(model.model, {"tokens": tokens}, **own)
 
 
 def test_learning_rate_warms_up_anneals_and_holds(tiny_tokenizer_dir):
-    cfg = tiny_config(
-        tiny_tokenizer_dir,
-        optim={"lr": 1.0, "sched": {"warmup_steps": 4, "constant_steps": 5, "min_lr": 0.1}},
-    )
+    sched = {"warmup_steps": 4, "constant_steps": 5, "min_lr": 0.1}
+    cfg = tiny_config(tiny_tokenizer_dir, optim={"lr": 1.0, "sched": sched})
     model = MegatronGPTModel(cfg)
     optimizer, scheduler = model.setup_megatron_optimization(max_steps=19)
     rates = []
@@ -104,11 +96,8 @@ def test_resumed_job_continues_to_the_same_bits(
     def start():
         model = MegatronGPTModel(cfg)
         optimizer, scheduler = model.setup_megatron_optimization(max_steps=10)
-        return CheckpointCallback(tmp_path, model, optimizer, scheduler, name="x"), (
-            model,
-            optimizer,
-            scheduler,
-        )
+        parts = model, optimizer, scheduler
+        return CheckpointCallback(tmp_path, *parts, name="x"), parts
 
     callback, parts = start()
     for _ in range(2):
@@ -126,19 +115,12 @@ def test_resumed_job_uses_the_learning_rate_it_is_given(
     tiny_tokenizer_dir, tmp_path, optimizer_name
 ):
     def start(lr):
-        optim = {
-            "name": optimizer_name,
-            "lr": lr,
-            "betas": [0.9, 0.98 if lr > 4 else 0.95],
-            "sched": {"min_lr": lr / 2},
-        }
+        optim = {"name": optimizer_name, "lr": lr, "betas": [0.9, 0.98 if lr > 4 else 0.95]}
+        optim["sched"] = {"min_lr": lr / 2}
         model = MegatronGPTModel(tiny_config(tiny_tokenizer_dir, optim=optim))
         optimizer, scheduler = model.setup_megatron_optimization(max_steps=10)
-        return CheckpointCallback(tmp_path, model, optimizer, scheduler, name="x"), (
-            model,
-            optimizer,
-            scheduler,
-        )
+        parts = model, optimizer, scheduler
+        return CheckpointCallback(tmp_path, *parts, name="x"), parts
 
     callback, parts = start(lr=8.0)
     callback.custom_save(
@@ -155,32 +137,19 @@ def test_resumed_job_uses_the_learning_rate_it_is_given(
 def test_checkpoints_keep_the_best_and_the_last_two(tiny_tokenizer_dir, tmp_path):
     model = MegatronGPTModel(tiny_config(tiny_tokenizer_dir))
     optimizer, scheduler = model.setup_megatron_optimization(max_steps=10)
-    callback = CheckpointCallback(
-        tmp_path,
-        model,
-        optimizer,
-        scheduler,
-        name="x",
-        filename="c-{step}",
-        monitor="val",
-        save_top_k=1,
-        mode="max",
-    )
+    parts = model, optimizer, scheduler
+    best = {"filename": "c-{step}", "monitor": "val", "save_top_k": 1, "mode": "max"}
+    callback = CheckpointCallback(tmp_path, *parts, name="x", **best)
     for step, value in enumerate([0.1, 0.9, float("nan"), 0.2, 0.5]):
         callback.custom_save({"step": step, "val": value})
     # The best, and the last two: a critic that has saved one step more than its actor can go back.
-    assert sorted(path.name for path in callback.root.iterdir()) == [
-        "c-step=1",
-        "c-step=3",
-        "c-step=4",
-    ]
+    names = sorted(path.name for path in callback.root.iterdir())
+    assert names == ["c-step=1", "c-step=3", "c-step=4"]
 
     # A checkpoint that was cut off while it was written is not resumed from.
     (callback.root / "c-step=4" / MARKER).unlink()
-    assert [path.name for path, _ in complete_checkpoints(callback.root)] == [
-        "c-step=1",
-        "c-step=3",
-    ]
+    names = [path.name for path, _ in complete_checkpoints(callback.root)]
+    assert names == ["c-step=1", "c-step=3"]
     assert callback.newest_sound().name == "c-step=3"
 
     callback.enabled = False
@@ -221,15 +190,13 @@ def test_nemo_file_holds_weights_config_and_tokenizer(tiny_tokenizer_dir, tmp_pa
 
 
 def test_sentencepiece_tokenizer_travels_too(tiny_sentencepiece_model, tmp_path):
-    cfg = tiny_config(
-        "", tokenizer={"library": "sentencepiece", "model": tiny_sentencepiece_model}
-    )
+    tokenizer = {"library": "sentencepiece", "model": tiny_sentencepiece_model}
+    cfg = tiny_config("", tokenizer=tokenizer)
     model = MegatronGPTModel(cfg)
     model.save_to(str(tmp_path / "m.nemo"))
     restored = MegatronGPTModel.restore_from(tmp_path / "m.nemo")
-    assert restored.tokenizer.text_to_ids("the film was") == model.tokenizer.text_to_ids(
-        "the film was"
-    )
+    ids, again = (m.tokenizer.text_to_ids("the film was") for m in (model, restored))
+    assert ids == again
 
 
 def test_swapped_weights_come_back_bit_equal(tiny_tokenizer_dir):
@@ -284,14 +251,12 @@ def test_bad_input_is_named(tiny_tokenizer_dir, tmp_path):
     other.num_layers, other.bias = 3, True
     with pytest.raises(UserError, match="m.nemo"):
         MegatronGPTModel.restore_from(tmp_path / "m.nemo", override_config_path=other)
-    MegatronGPTModel(tiny_config(tiny_tokenizer_dir, "gpt2")).save_to(
-        str(tmp_path / "positions.nemo")
-    )
+    positions = MegatronGPTModel(tiny_config(tiny_tokenizer_dir, "gpt2"))
+    positions.save_to(str(tmp_path / "positions.nemo"))
     other = sources.read_config(tmp_path / "positions.nemo")
     other.max_position_embeddings = 64
-    with pytest.raises(
-        UserError, match=r"position_embeddings.weight of shape \(48, 32\).*\(64, 32\)"
-    ):
+    said = r"position_embeddings.weight of shape \(48, 32\).*\(64, 32\)"
+    with pytest.raises(UserError, match=said):
         MegatronGPTModel.restore_from(tmp_path / "positions.nemo", override_config_path=other)
     model = MegatronGPTModel(tiny_config(tiny_tokenizer_dir, optim={"name": "lamb"}))
     with pytest.raises(ConfigError, match="model.optim.name='lamb' is not supported"):
@@ -300,9 +265,8 @@ def test_bad_input_is_named(tiny_tokenizer_dir, tmp_path):
 
 def test_a_model_of_several_processes_needs_them_connected(tiny_tokenizer_dir, monkeypatch):
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
-    with pytest.raises(
-        UserError, match=r"2 processes .*not connected.*init_distributed\(trainer\)"
-    ):
+    said = r"2 processes .*not connected.*init_distributed\(trainer\)"
+    with pytest.raises(UserError, match=said):
         MegatronGPTModel(tiny_config(tiny_tokenizer_dir), trainer=SimpleNamespace(world_size=2))
 
 

@@ -76,23 +76,16 @@ def test_what_does_not_vary_has_no_correlation():
     mask = torch.ones(9, 3)
     mask[:, 2] = 0
     metrics = pooled(predictions, labels, mask, [4, 5])
-    assert metrics == {
-        "correlation_0": pytest.approx(1.0),
-        "correlation": pytest.approx(1.0),
-    }
+    assert metrics == {"correlation_0": pytest.approx(1.0), "correlation": pytest.approx(1.0)}
 
 
 def explained(values, returns, mask, sizes):
     """Explained variance from micro-batches of `sizes` samples whose moments are summed."""
     weights = loss_weights(mask)
-    return explained_variance_from_moments(
-        sum(
-            explained_variance_moments(
-                values=values[batch], returns=returns[batch], weights=weights[batch]
-            )
-            for batch in torch.arange(len(mask)).split(sizes)
-        )
-    )
+    columns = {"values": values, "returns": returns, "weights": weights}
+    batches = torch.arange(len(mask)).split(sizes)
+    parts = [{name: column[batch] for name, column in columns.items()} for batch in batches]
+    return explained_variance_from_moments(sum(explained_variance_moments(**x) for x in parts))
 
 
 @pytest.mark.parametrize("sizes", [[6], [1, 3, 2]])
@@ -117,9 +110,8 @@ def test_explained_variance_by_hand():
     assert explained(returns - 5, returns, every, [1])["explained_variance"] == pytest.approx(
         1.0
     )  # up to a constant
-    assert explained(torch.zeros(1, 3), returns, every, [1])[
-        "explained_variance"
-    ] == pytest.approx(0.0)
+    found = explained(torch.zeros(1, 3), returns, every, [1])
+    assert found["explained_variance"] == pytest.approx(0.0)
     assert explained(-returns, returns, every, [1])["explained_variance"] == pytest.approx(
         -3.0
     )  # errors 2, 4, 6

@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from nemo_aligner.core.masks import counted_lengths
+from nemo_aligner.core.tensors import counted_lengths
 from nemo_aligner.training.micro_batches import (
     MicroBatch,
     fewest_micro_batches,

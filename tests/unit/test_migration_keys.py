@@ -18,11 +18,7 @@ from nemo_aligner.checkpoint.checkpointing import CheckpointCallback
 from nemo_aligner.config.data_rules import DATA_IMPLS, OTHER_DATA_IMPLS, check_data_impl
 from nemo_aligner.config.defaults import complete_config
 from nemo_aligner.config.inert_keys import INERT, LATER, OLD_FORMS
-from nemo_aligner.config.optim_rules import (
-    SCHEDULE_KEYS,
-    SCHEDULES,
-    check_optim,
-)
+from nemo_aligner.config.optim_rules import SCHEDULE_KEYS, SCHEDULES, check_optim
 from nemo_aligner.config.schema import CONFIG_NAMES
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.data.nlp import builders
@@ -248,18 +244,12 @@ def test_what_is_refused_so_far_is_refused_with_its_remedy(job, key, tmp_path):
 
 RECOMPUTE = "model.activations_checkpoint_"
 # What a user would write, in the order of the list.
-WRITTEN = (
-    {RECOMPUTE + "granularity": "selective", RECOMPUTE + "method": "uniform"},
-    {RECOMPUTE + "granularity": None, RECOMPUTE + "num_layers": 2},
-    {"trainer.gradient_clip_val": 0.123},
-    {"trainer.max_steps": 123},
-    {"exp_manager": None},
-    {"model.optim": {"name": "adamw"}},
-    {"trainer.ppo.trt_llm.enable": True},
-    {"trainer.reinforce.trt_llm.enable": True},
-    {"model.answer_only_loss": False},
-    {"inference.micro_batch_size": 7},
-)
+WRITTEN = ({RECOMPUTE + "granularity": "selective", RECOMPUTE + "method": "uniform"},)
+WRITTEN += ({RECOMPUTE + "granularity": None, RECOMPUTE + "num_layers": 2},)
+WRITTEN += ({"trainer.gradient_clip_val": 0.123}, {"trainer.max_steps": 123})
+WRITTEN += ({"exp_manager": None}, {"model.optim": {"name": "adamw"}})
+WRITTEN += ({"trainer.ppo.trt_llm.enable": True}, {"trainer.reinforce.trt_llm.enable": True})
+WRITTEN += ({"model.answer_only_loss": False}, {"inference.micro_batch_size": 7})
 
 
 @some_of("number", range(len(OLD_FORMS)), keep=2)
@@ -306,12 +296,8 @@ def test_the_older_name_of_a_key_counts_where_the_newer_is_not_given():
     older = complete_config({"inference": {"micro_batch_size": 7}}, "inference_rm").inference
     both = {"micro_batch_size": 7, "inference_micro_batch_size": 3}
     assert older.inference_micro_batch_size == 7
-    assert (
-        complete_config({"inference": both}, "inference_rm").inference[
-            "inference_micro_batch_size"
-        ]
-        == 3
-    )
+    both = complete_config({"inference": both}, "inference_rm").inference
+    assert both.inference_micro_batch_size == 3
 
 
 # --- optimizers, schedules, tokenizers, data
@@ -336,28 +322,13 @@ def rates(name, **keys):
     return test_optim_recipes.rates(24, max_steps=20, **keys)
 
 
-SCHEDULE_VALUES = {
-    "warmup_steps": 5,
-    "warmup_ratio": 0.3,
-    "hold_steps": 7,
-    "hold_ratio": 0.4,
-    "constant_steps": 6,
-    "constant_ratio": 0.4,
-    "min_lr": 0.2,
-    "power": 3.0,
-    "cycle": True,
-    "d_model": 9,
-    "decay_rate": 0.9,
-    "step_size": 5,
-    "gamma": 0.7,
-}
+SCHEDULE_VALUES = {"warmup_steps": 5, "warmup_ratio": 0.3, "hold_steps": 7, "hold_ratio": 0.4}
+SCHEDULE_VALUES |= {"constant_steps": 6, "constant_ratio": 0.4, "min_lr": 0.2, "power": 3.0}
+SCHEDULE_VALUES |= {"cycle": True, "d_model": 9, "decay_rate": 0.9, "step_size": 5, "gamma": 0.7}
 # Read, and without consequence: a rate that never falls is held anyway, and NeMo's class starts
 # the next cycle after the last update.
-SAME_RATES = {
-    ("WarmupHoldPolicy", "hold_steps"),
-    ("WarmupHoldPolicy", "hold_ratio"),
-    ("PolynomialDecayAnnealing", "cycle"),
-}
+SAME_RATES = {("WarmupHoldPolicy", key) for key in ("hold_steps", "hold_ratio")}
+SAME_RATES.add(("PolynomialDecayAnnealing", "cycle"))
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -408,9 +379,8 @@ def test_training_checkpoints_of_nemo_aligner_are_refused(file, tmp_path):
     path = tmp_path / "checkpoints" / file
     path.parent.mkdir(parents=True, exist_ok=True)
     path.touch()
-    with pytest.raises(
-        UserError, match="such as gpt-step=3-last.*start from the .nemo .* another"
-    ):
+    said = "such as gpt-step=3-last.*start from the .nemo .* another"
+    with pytest.raises(UserError, match=said):
         callback.load_latest()
     if path.parent.name != "checkpoints":
         with pytest.raises(UserError, match="start from its .nemo file in another folder"):

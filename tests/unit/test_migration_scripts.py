@@ -63,11 +63,7 @@ def can_import(where):
 
 def test_every_script_is_on_the_page():
     others = [script for scripts in PAGE.OTHER_SCRIPTS.values() for script in scripts]
-    data = (
-        *PAGE.OWN_DATA_SCRIPTS,
-        *PAGE.FREE_DATA_SCRIPTS,
-        *PAGE.BOUND_DATA_SCRIPTS,
-    )
+    data = (*PAGE.OWN_DATA_SCRIPTS, *PAGE.FREE_DATA_SCRIPTS, *PAGE.BOUND_DATA_SCRIPTS)
     assert sorted([*OWN, *others, *data]) == sorted(IMPORTS)
     for script in PAGE.OWN_DATA_SCRIPTS:
         assert (ROOT / "examples" / script).is_file()

@@ -24,7 +24,7 @@ from nemo_aligner.config.parallel_rules import check_architecture
 from nemo_aligner.config.schema import CONFIG_NAMES, LIVE
 from nemo_aligner.core.errors import ConfigError
 from nemo_aligner.launch.model_loading import load_from_nemo
-from nemo_aligner.models.nlp.gpt import megatron_config, megatron_norms
+from nemo_aligner.models.nlp.gpt import megatron_additions, megatron_config
 from nemo_aligner.models.nlp.gpt.megatron_config import KERNELS, TRANSFORMER_ENGINE_KERNELS
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRewardModel
@@ -38,46 +38,38 @@ TOKENS = torch.randint(0, 300, (2, 24), generator=torch.Generator().manual_seed(
 MOE = dict(num_moe_experts=4, moe_ffn_hidden_size=24)
 SLOW = dict(rotary_base=4 * 10**12, init_method_std=0.4)  # a wave of more than 8192 positions
 LEARNED = dict(max_position_embeddings=None)
-YARN = dict(
-    position_embedding_type="yarn",
-    yarn_rotary_scaling_factor=4.0,
-    yarn_original_max_position_embeddings=16,
-    init_method_std=0.4,
-)
+YARN = dict(position_embedding_type="yarn", yarn_rotary_scaling_factor=4.0, init_method_std=0.4)
+YARN["yarn_original_max_position_embeddings"] = 16
 LONG_YARN = YARN | {"yarn_original_max_position_embeddings": 4096}
 
 # Keys that NeMo's MegatronGPTModel (1.10 to 2.2) read, or its YAML files set, and keys of its
 # Megatron Core configuration that its converters set. Sorted by what they do here.
 # key: (architecture, the other keys, its value). The same weights give other logits:
-CHANGES_LOGITS = {
-    "activation": ("llama", {}, "geglu"),
-    "openai_gelu": ("gpt2", {}, True),
-    "bias_activation_fusion": ("gpt2", {}, True),
-    "normalization": ("gpt2", {}, "layernorm1p"),
-    "layernorm_zero_centered_gamma": ("llama", {}, True),
-    "layernorm_epsilon": ("llama", {}, 0.1),
-    "position_embedding_type": ("llama", {}, "none"),
-    "rotary_base": ("llama", {}, 500000),
-    "rotary_percentage": ("llama", {}, 0.5),
-    "rotary_interleaved": ("llama", {}, True),
-    "seq_len_interpolation_factor": ("llama", {}, 2.0),
-    "scale_positional_embedding": ("llama", SLOW, True),
-    "scale_factor": ("llama", SLOW | {"scale_positional_embedding": True}, 32),
-    "window_size": ("llama", {}, [3, 0]),
-    "window_attn_skip_freq": ("llama", {"window_size": [3, 0]}, 2),
-    "query_pre_attn_scalar": ("llama", {"init_method_std": 0.4}, 2),
-    "no_rope_freq": ("llama", {}, 2),
-    "yarn_rotary_scaling_factor": ("llama", YARN, 8.0),
-    "yarn_original_max_position_embeddings": ("llama", YARN, 64),
-    "yarn_beta_fast": ("llama", LONG_YARN, 128.0),
-    "yarn_beta_slow": ("llama", YARN, 0.25),
-    "yarn_mscale": ("llama", YARN | {"yarn_mscale_all_dim": 0.5}, 2.0),
-    "yarn_mscale_all_dim": ("llama", YARN | {"yarn_mscale": 2.0}, 0.5),
-    "yarn_correction_range_round_to_int": ("llama", LONG_YARN, False),
-    "apply_embedding_scaling": ("llama", {}, True),
-    "moe_router_topk": ("llama", MOE, 3),
-    "moe_router_pre_softmax": ("llama", MOE, True),
-}
+CHANGES_LOGITS = {"activation": ("llama", {}, "geglu"), "openai_gelu": ("gpt2", {}, True)}
+CHANGES_LOGITS |= {"bias_activation_fusion": ("gpt2", {}, True)}
+CHANGES_LOGITS |= {"normalization": ("gpt2", {}, "layernorm1p")}
+CHANGES_LOGITS |= {"layernorm_zero_centered_gamma": ("llama", {}, True)}
+CHANGES_LOGITS |= {"layernorm_epsilon": ("llama", {}, 0.1)}
+CHANGES_LOGITS |= {"position_embedding_type": ("llama", {}, "none")}
+CHANGES_LOGITS |= {"rotary_base": ("llama", {}, 500000), "rotary_percentage": ("llama", {}, 0.5)}
+CHANGES_LOGITS |= {"rotary_interleaved": ("llama", {}, True)}
+CHANGES_LOGITS |= {"seq_len_interpolation_factor": ("llama", {}, 2.0)}
+CHANGES_LOGITS |= {"scale_positional_embedding": ("llama", SLOW, True)}
+CHANGES_LOGITS |= {"scale_factor": ("llama", SLOW | {"scale_positional_embedding": True}, 32)}
+CHANGES_LOGITS |= {"window_size": ("llama", {}, [3, 0])}
+CHANGES_LOGITS |= {"window_attn_skip_freq": ("llama", {"window_size": [3, 0]}, 2)}
+CHANGES_LOGITS |= {"query_pre_attn_scalar": ("llama", {"init_method_std": 0.4}, 2)}
+CHANGES_LOGITS |= {"no_rope_freq": ("llama", {}, 2)}
+CHANGES_LOGITS |= {"yarn_rotary_scaling_factor": ("llama", YARN, 8.0)}
+CHANGES_LOGITS |= {"yarn_original_max_position_embeddings": ("llama", YARN, 64)}
+CHANGES_LOGITS |= {"yarn_beta_fast": ("llama", LONG_YARN, 128.0)}
+CHANGES_LOGITS |= {"yarn_beta_slow": ("llama", YARN, 0.25)}
+CHANGES_LOGITS |= {"yarn_mscale": ("llama", YARN | {"yarn_mscale_all_dim": 0.5}, 2.0)}
+CHANGES_LOGITS |= {"yarn_mscale_all_dim": ("llama", YARN | {"yarn_mscale": 2.0}, 0.5)}
+CHANGES_LOGITS |= {"yarn_correction_range_round_to_int": ("llama", LONG_YARN, False)}
+CHANGES_LOGITS |= {"apply_embedding_scaling": ("llama", {}, True)}
+CHANGES_LOGITS |= {"moe_router_topk": ("llama", MOE, 3)}
+CHANGES_LOGITS |= {"moe_router_pre_softmax": ("llama", MOE, True)}
 # The weights have other names or shapes:
 CHANGES_SHAPES = {
     "num_layers": ("llama", {}, 3),
@@ -102,23 +94,14 @@ CHANGES_SHAPES = {
     "moe_shared_expert_gate": ("llama", MOE | {"moe_shared_expert_intermediate_size": 16}, True),
 }
 # The initial weights differ:
-CHANGES_INITIAL_WEIGHTS = {
-    "init_method_std": ("llama", {}, 0.2),
-    "use_scaled_init_method": ("llama", {}, False),
-    "seed": ("llama", {}, 8),
-}
+CHANGES_INITIAL_WEIGHTS = {"init_method_std": ("llama", {}, 0.2), "seed": ("llama", {}, 8)}
+CHANGES_INITIAL_WEIGHTS["use_scaled_init_method"] = "llama", {}, False
 # The logits differ in training mode:
-CHANGES_TRAINING = {
-    "hidden_dropout": ("llama", {}, 0.5),
-    "attention_dropout": ("llama", {}, 0.5),
-}
+CHANGES_TRAINING = {"hidden_dropout": ("llama", {}, 0.5), "attention_dropout": ("llama", {}, 0.5)}
 # Megatron Core's own settings differ (tests/unit/test_experts.py has their numbers):
-CHANGES_SETTINGS = {
-    "moe_aux_loss_coeff": ("llama", MOE, 0.1),
-    "moe_z_loss_coeff": ("llama", MOE, 0.1),
-    "moe_router_load_balancing_type": ("llama", MOE, "none"),
-    "precision": ("llama", {}, "bf16"),
-}
+CHANGES_SETTINGS = {f"moe_{loss}_coeff": ("llama", MOE, 0.1) for loss in ("aux_loss", "z_loss")}
+CHANGES_SETTINGS["moe_router_load_balancing_type"] = "llama", MOE, "none"
+CHANGES_SETTINGS["precision"] = "llama", {}, "bf16"
 CHANGES = (
     CHANGES_LOGITS | CHANGES_SHAPES | CHANGES_INITIAL_WEIGHTS | CHANGES_TRAINING | CHANGES_SETTINGS
 )
@@ -166,25 +149,15 @@ REFUSED = {
     "mcore_customization_config": {"parallel_attention": True},
 }
 # How the work is split, what is recomputed, which kernels run: the numbers stay.
-SAME_NUMBERS = {
-    "sequence_parallel": True,
-    "activations_checkpoint_granularity": "full",
-    "activations_checkpoint_method": "uniform",
-    "activations_checkpoint_num_layers": 1,
-    "use_cpu_initialization": True,
-    "persist_layer_norm": False,
-    "masked_softmax_fusion": False,
-    "bias_dropout_add_fusion": False,
-    "apply_rope_fusion": False,
-    "gradient_accumulation_fusion": True,
-    "megatron_amp_O2": False,
-    "num_layers_in_first_pipeline_stage": 1,
-    "num_layers_in_last_pipeline_stage": 1,
-    "micro_batch_size": 2,
-    "global_batch_size": 8,
-    "restore_from_path": "x",
-    "answer_only_loss": False,
-}
+SAME_NUMBERS = {"sequence_parallel": True, "activations_checkpoint_granularity": "full"}
+SAME_NUMBERS |= {"activations_checkpoint_method": "uniform"}
+SAME_NUMBERS |= {"activations_checkpoint_num_layers": 1, "use_cpu_initialization": True}
+SAME_NUMBERS |= {"persist_layer_norm": False, "masked_softmax_fusion": False}
+SAME_NUMBERS |= {"bias_dropout_add_fusion": False, "apply_rope_fusion": False}
+SAME_NUMBERS |= {"gradient_accumulation_fusion": True, "megatron_amp_O2": False}
+SAME_NUMBERS |= {"num_layers_in_first_pipeline_stage": 1, "num_layers_in_last_pipeline_stage": 1}
+SAME_NUMBERS |= {"micro_batch_size": 2, "global_batch_size": 8, "restore_from_path": "x"}
+SAME_NUMBERS |= {"answer_only_loss": False}
 # tests/distributed/matrix.py compares these sizes.
 SIZES = set(
     """tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size
@@ -342,9 +315,8 @@ def test_a_value_that_is_not_supported_is_refused_by_the_constructor(build, key)
 
 def test_every_refused_key_is_tested_and_its_accepted_values_build(build):
     assert {key.split(".")[1] for key in ONLY} <= set(REFUSED)
-    accepted = {
-        key.removeprefix("model."): values[0] for key, (values, _) in ONLY.items() if values
-    }
+    accepted = {key: values[0] for key, (values, _) in ONLY.items() if values}
+    accepted = {key.removeprefix("model."): value for key, value in accepted.items()}
     accepted["mcore_customization_config"] = {
         "rotary_interleaved": False,  # as it is built
         "parallel": None,
@@ -457,14 +429,12 @@ def test_no_window():
 
 def test_a_window_needs_one_context_rank_under_transformer_engine(monkeypatch):
     monkeypatch.setattr(megatron_config, "use_transformer_engine", lambda: True)
-    cfg = OmegaConf.create(
-        {"window_size": [47, 0], "encoder_seq_length": 48, "context_parallel_size": 2}
-    )
+    sizes = {"encoder_seq_length": 48, "context_parallel_size": 2}
+    cfg = OmegaConf.create({"window_size": [47, 0], **sizes})
     assert megatron_config._window(cfg) is None  # longer than every sequence
     cfg.encoder_seq_length = 49
-    with pytest.raises(
-        ConfigError, match="window_size=.47, 0. needs model.context_parallel_size=1"
-    ):
+    said = "window_size=.47, 0. needs model.context_parallel_size=1"
+    with pytest.raises(ConfigError, match=said):
         megatron_config._window(cfg)
     cfg.context_parallel_size = 1
     assert megatron_config._window(cfg) == (47, 0)
@@ -604,17 +574,10 @@ def test_a_gelu_without_bias_cannot_be_fused(build):
 @pytest.mark.parametrize("normalization", ["layernorm", "rmsnorm"])
 def test_zero_centered_norms_keep_the_last_bits_in_bf16(normalization):
     cfg = OmegaConf.create({"normalization": normalization, "layernorm_zero_centered_gamma": True})
-    config = type(
-        "Config",
-        (),
-        dict(
-            normalization=megatron_config.NORMALIZATIONS[cfg.normalization],
-            layernorm_zero_centered_gamma=True,
-            sequence_parallel=True,
-            layernorm_bias=True,
-        ),
-    )
-    norm = megatron_norms.LocalNorm(config, 64, eps=1e-5)
+    kind = megatron_config.NORMALIZATIONS[cfg.normalization]
+    names = "layernorm_zero_centered_gamma", "sequence_parallel", "layernorm_bias"
+    config = type("Config", (), {"normalization": kind, **dict.fromkeys(names, True)})
+    norm = megatron_additions.LocalNorm(config, 64, eps=1e-5)
     assert torch.equal(norm.weight, torch.zeros(64)) and norm.weight.sequence_parallel
     norm = norm.bfloat16()
     torch.nn.init.normal_(norm.weight, std=1e-3)  # bf16 has no number between 1 and 1.0078
@@ -636,12 +599,8 @@ def test_queries_and_keys_are_normalized_per_head(build, normalization):
     """By the formula, with the weight's two forms."""
     seen = {}
     for zero_centered in (False, True):
-        model = build(
-            qk_layernorm=True,
-            normalization=normalization,
-            layernorm_zero_centered_gamma=zero_centered,
-            layernorm_epsilon=0.5,
-        )
+        keys = {"layernorm_zero_centered_gamma": zero_centered, "layernorm_epsilon": 0.5}
+        model = build(qk_layernorm=True, normalization=normalization, **keys)
         attention = model.unwrapped()[0].decoder.layers[1].self_attention
         assert attention.k_layernorm.weight.shape == (8,)
         norm = attention.q_layernorm
@@ -671,11 +630,8 @@ def test_a_window_by_hand(build):
 def test_embeddings_are_scaled_in_every_role(tiny_tokenizer_dir):
     rewards = []
     for scale in (False, True):
-        cfg = tiny_config(
-            tiny_tokenizer_dir,
-            apply_embedding_scaling=scale,
-            share_embeddings_and_output_weights=False,
-        )
+        own = {"apply_embedding_scaling": scale, "share_embeddings_and_output_weights": False}
+        cfg = tiny_config(tiny_tokenizer_dir, **own)
         model = MegatronGPTRewardModel(cfg)
         embedding = model.unwrapped()[0].embedding
         positions = torch.arange(4).expand(2, 4)

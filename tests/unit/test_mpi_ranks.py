@@ -10,12 +10,8 @@ from nemo_aligner.parallel.environment import adopt_mpi_ranks, has_mpi_ranks
 
 
 def mpi(rank, ranks, local_rank, here, **more):
-    return {
-        "OMPI_COMM_WORLD_RANK": str(rank),
-        "OMPI_COMM_WORLD_SIZE": str(ranks),
-        "OMPI_COMM_WORLD_LOCAL_RANK": str(local_rank),
-        "OMPI_COMM_WORLD_LOCAL_SIZE": str(here),
-    } | more
+    sizes = {"RANK": rank, "SIZE": ranks, "LOCAL_RANK": local_rank, "LOCAL_SIZE": here}
+    return {f"OMPI_COMM_WORLD_{name}": str(x) for name, x in sizes.items()} | more
 
 
 def test_processes_of_one_node_get_their_ranks_and_one_port():

@@ -21,10 +21,8 @@ from tests.cases import in_one_test
 from tests.unit.test_migration_page import generator
 
 CHANGED_CALLS = generator().CHANGED_CALLS
-FACTS = [
-    line.partition(" ")[::2]
-    for line in (Path(__file__).parent / "nemo_aligner_names.txt").read_text().splitlines()
-]
+NAMES = Path(__file__).parent / "nemo_aligner_names.txt"
+FACTS = [line.partition(" ")[::2] for line in NAMES.read_text().splitlines()]
 
 
 def is_retired(where: str) -> bool:
@@ -59,11 +57,8 @@ def test_name_is_there(where):
         retired("anything", key="anything")
 
 
-CALLS = [
-    (where, text)
-    for where, text in FACTS
-    if "(" in text and "property" not in text and "*args" not in text and not is_retired(where)
-]
+BINDING = [(w, text) for w, text in FACTS if "(" in text and not is_retired(w)]
+CALLS = [(w, text) for w, text in BINDING if "property" not in text and "*args" not in text]
 
 
 @in_one_test("where, text", CALLS)

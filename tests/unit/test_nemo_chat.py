@@ -29,15 +29,12 @@ CHAT = {"chat": True, "chat_prompt_tokens": MARKS}
 def turns(*values, labels=None):
     names = [name for name, _ in values]
     labels = labels or [None] * len(values)
-    return [
-        {"from": name, "value": value, "label": label}
-        for name, (_, value), label in zip(names, values, labels, strict=True)
-    ]
+    said = zip(names, (value for _, value in values), labels, strict=True)
+    return [{"from": name, "value": value, "label": label} for name, value, label in said]
 
 
-THREE = turns(
-    ("User", "hello"), ("Assistant", "the film"), ("User", "a plot"), ("Assistant", "a joy")
-)
+THREE = ("User", "hello"), ("Assistant", "the film"), ("User", "a plot")
+THREE = turns(*THREE, ("Assistant", "a joy"))
 LABELLED = turns(
     ("User", "hello"), ("Assistant", "the film"), ("User", "bye"), labels=[None, "joy:4", None]
 )
@@ -104,17 +101,11 @@ def tokenizers(tmp_path_factory):
 def _sentencepiece(folder) -> str:
     """A model that keeps every character, as Llama's does."""
     model = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(CORPUS * 3),
-        model_writer=model,
-        vocab_size=330,
-        model_type="bpe",
-        byte_fallback=True,
-        hard_vocab_limit=False,
-        normalization_rule_name="identity",
-        remove_extra_whitespaces=False,
-        minloglevel=2,
-    )
+    parts = {"sentence_iterator": iter(CORPUS * 3), "model_writer": model, "vocab_size": 330}
+    parts |= {"model_type": "bpe", "byte_fallback": True, "hard_vocab_limit": False}
+    parts |= {"normalization_rule_name": "identity", "remove_extra_whitespaces": False}
+    parts |= {"minloglevel": 2}
+    sentencepiece.SentencePieceTrainer.train(**parts)
     (folder / "tokenizer.model").write_bytes(model.getvalue())
     return str(folder / "tokenizer.model")
 
@@ -189,23 +180,18 @@ def test_prompts_and_pairs(tokenizers, write):
     """A sample that is scored is what a rollout makes: it ends with the token of the next turn."""
     tokenizer = tokenizers["bytes"]
     begin = "\x00System\n\n\x11User\nhello\n\x11Assistant\n"
-    path = write(
-        {"prompt": "hello", "chosen": "yes", "rejected": "no"},
-        {
-            "prompt": [{"role": "user", "content": "hello"}],
-            "chosen": [{"role": "assistant", "content": "yes"}],
-            "rejected": [{"role": "assistant", "content": "no"}],
-        },
-    )
+    talk = lambda role, text: [{"role": role, "content": text}]
+    sides = {"chosen": talk("assistant", "yes"), "rejected": talk("assistant", "no")}
+    plain = {"prompt": "hello", "chosen": "yes", "rejected": "no"}
+    path = write(plain, {"prompt": talk("user", "hello"), **sides})
     pairs = RewardModelDataset([path], tokenizer, 64, CHAT)
     for item in (pairs[0], pairs[1]):
         for side, text in (("chosen", "yes"), ("rejected", "no")):
             tokens = item[side][: item[f"{side}_length"]].tolist()
             assert bytes(tokens).decode() == f"{begin}{text}\n\x11"
     record = {"conversations": THREE[:1]}
-    prompts = RLHFDataset(
-        [path, write(record, {"text": "as it is"}, name="b")], tokenizer, 64, CHAT
-    )
+    files = [path, write(record, {"text": "as it is"}, name="b")]
+    prompts = RLHFDataset(files, tokenizer, 64, CHAT)
     texts = [bytes(prompts[number]["text"].tolist()).decode() for number in range(4)]
     assert texts == [begin, begin, begin, "as it is"]
     assert chat_end_strings(CHAT, tokenizer) == ("\x11",)

@@ -121,20 +121,16 @@ def test_nemo_finds_the_weights_that_it_asks_for(tiny_tokenizer_dir, tmp_path):
     folder = tmp_path / "model_weights"
     # Megatron Core 0.19 leaves these two out; what reads them has the same defaults.
     defaults = {"common_backend": "torch", "common_backend_version": 1}
-    assert defaults | json.loads((folder / "metadata.json").read_text()) == {
-        "sharded_backend": "torch_dist",
-        "sharded_backend_version": 1,
-        **defaults,
-    }
+    backend = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+    found = json.loads((folder / "metadata.json").read_text())
+    assert defaults | found == {**backend, **defaults}
     asked = {f"model.decoder.layers.{name}" for name in LAYER_TENSORS}
     asked |= {f"model.{name}" for name in TENSORS.split()}
     tensors = dist_checkpointing.load_tensors_metadata(str(folder))
     assert set(tensors) == asked
-    states = {
-        f"model.decoder.layers.{name}._extra_state/shard_{layer}_2"
-        for name in EXTRA_STATES
-        for layer in range(2)
-    }
+    places = [(name, layer) for name in EXTRA_STATES for layer in range(2)]
+    state = "model.decoder.layers.{}._extra_state/shard_{}_2"
+    states = {state.format(name, layer) for name, layer in places}
     assert states <= set(load_sharded_metadata(str(folder)))
     recorder = Recorder((folder / ".metadata").open("rb"))
     assert asked <= set(recorder.load().state_dict_metadata)
@@ -142,9 +138,7 @@ def test_nemo_finds_the_weights_that_it_asks_for(tiny_tokenizer_dir, tmp_path):
     assert torch.load(folder / "common.pt", weights_only=True) is not None
 
 
-def test_a_file_that_was_loaded_and_written_again_names_the_first_tokenizer(
-    tiny_tokenizer_dir, tmp_path
-):
+def test_a_file_that_was_written_again_names_the_first_tokenizer(tiny_tokenizer_dir, tmp_path):
     MegatronGPTModel(tiny_config(tiny_tokenizer_dir)).save_to(str(tmp_path / "first.nemo"))
     for number, as_folder in enumerate((True, False)):
         model = MegatronGPTModel.restore_from(tmp_path / "first.nemo")
@@ -200,12 +194,9 @@ def test_the_data_of_a_file_does_not_disturb_the_users(nemo_folder, tmp_path, in
     )
     assert used.data == merged.data and model.cfg.num_layers == 2
     direct = OmegaConf.create({"data": {"data_prefix": SPLITS}})
-    assert (
-        load_from_nemo(MegatronGPTModel, direct, None, restore_path=path, return_updated_cfg=True)[
-            1
-        ].data.data_prefix
-        == SPLITS
-    )
+    options = {"restore_path": path, "return_updated_cfg": True}
+    _, cfg = load_from_nemo(MegatronGPTModel, direct, None, **options)
+    assert cfg.data.data_prefix == SPLITS
 
 
 @pytest.mark.parametrize(
@@ -230,10 +221,8 @@ def test_a_file_without_parallel_sizes_has_those_of_one_rank(nemo_folder, tmp_pa
     path = edited(nemo_folder, tmp_path / "m", context_parallel_size=None, **without)
     (tmp_path / "prompts.jsonl").write_text('{"text": "a"}\n')
     prefix = {name: [str(tmp_path / "prompts.jsonl")] for name in ("train", "validation", "test")}
-    start = {
-        "pretrained_checkpoint": {"restore_from_path": str(path)},
-        "model": {"data": {"data_prefix": prefix}},
-    }
+    start = {"pretrained_checkpoint": {"restore_from_path": str(path)}}
+    start["model"] = {"data": {"data_prefix": prefix}}
     cfg = complete_config(start, "gpt_ppo_actor")
     product = "${multiply:${model.tensor_model_parallel_size},"
     product += "${model.pipeline_model_parallel_size}}"
@@ -244,9 +233,7 @@ def test_a_file_without_parallel_sizes_has_those_of_one_rank(nemo_folder, tmp_pa
     assert cfg.model.context_parallel_size == 1
 
 
-def test_files_of_a_tokenizer_are_found_without_a_reference(
-    tiny_sentencepiece_model, nemo_folder, tmp_path
-):
+def test_tokenizer_files_need_no_reference(tiny_sentencepiece_model, nemo_folder, tmp_path):
     tokenizer = {"library": "sentencepiece", "model": "/of/the/writer/spm.model"}
     path = edited(nemo_folder, tmp_path / "m", tokenizer=tokenizer)
     shutil.copyfile(tiny_sentencepiece_model, path / "spm.model")

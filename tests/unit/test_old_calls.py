@@ -146,10 +146,8 @@ def test_actor_without_a_reference_says_what_to_call(tiny_tokenizer_dir):
     from nemo_aligner.models.nlp.gpt.megatron_gpt_ppo_actor import MegatronGPTActorModel
 
     model = MegatronGPTActorModel(tiny_config(tiny_tokenizer_dir, ppo=PPO))
-    for call in (
-        model.check_reference_policy,
-        lambda: model.get_init_policy_logprobs(torch.zeros(1, 4, dtype=torch.int64)),
-    ):
+    of_tokens = lambda: model.get_init_policy_logprobs(torch.zeros(1, 4, dtype=torch.int64))
+    for call in (model.check_reference_policy, of_tokens):
         with pytest.raises(UserError, match=r"call model.set_reference_policy\(\) before"):
             call()
     model.init_policy_state_dict = utils.retrieve_model_state_dict_in_cpu(model)
@@ -184,16 +182,8 @@ def model_cfg(**more):
 
 
 def old_call(cls, tokenizer, records, cfg, **more):
-    arguments = dict(
-        cfg=cfg,
-        tokenizer=tokenizer,
-        name="train",
-        data_prefix="nowhere.jsonl",
-        documents=np.arange(len(records)),
-        data=records,
-        seq_length=24,
-        seed=1,
-    )
+    arguments = dict(cfg=cfg, tokenizer=tokenizer, name="train", data_prefix="nowhere.jsonl")
+    arguments |= dict(documents=np.arange(len(records)), data=records, seq_length=24, seed=1)
     by_name = cls(**arguments, drop_last=True)
     by_place = cls(*arguments.values())
     assert len(by_name) == len(by_place)
@@ -249,15 +239,8 @@ class OwnDataset(torch.utils.data.Dataset):
 def test_own_dataset_classes_are_built_as_before(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"x": 1}\n{"x": 2}\n')
-    arguments = dict(
-        cfg=model_cfg(),
-        data_impl="jsonl",
-        splits_string=None,
-        train_valid_test_num_samples=[-1, -1, -1],
-        seq_length=8,
-        seed=5,
-        tokenizer=None,
-    )
+    arguments = dict(cfg=model_cfg(), data_impl="jsonl", splits_string=None, tokenizer=None)
+    arguments |= dict(train_valid_test_num_samples=[-1, -1, -1], seq_length=8, seed=5)
     files = {"train": [str(path)], "validation": [str(path)], "test": [str(path)]}
     train, validation, test = builders.build_train_valid_test_datasets(
         OwnDataset, data_prefix=files, **arguments
@@ -283,10 +266,8 @@ def test_small_helpers():
     assert padded.tolist() == [[1, 2, 7], [3, 7, 7]]
     with pytest.raises(UserError, match="does not fit"):
         utils.batch_pad_to_fixed_len([torch.tensor([1, 2])], 1, 7)
-    assert list(utils.get_iterator_k_split_list(["a", "b", "c", "d"], 2)) == [
-        ["a", "b"],
-        ["c", "d"],
-    ]
+    halves = utils.get_iterator_k_split_list(["a", "b", "c", "d"], 2)
+    assert list(halves) == [["a", "b"], ["c", "d"]]
     with pytest.raises(UserError, match="equal parts"):
         utils.get_iterator_k_split_list(["a", "b", "c"], 2)
     assert utils.get_global_set({1, 2}) == {1, 2}
@@ -313,9 +294,8 @@ def test_older_timer():
         timer.stop(name="phase")
     assert timer.get("phase") >= 0.005  # the mean of the last two
     timer.store("phase")
-    assert list(timer.sync_and_consume_over_stored_time("phase")) == pytest.approx(
-        [timer.get_synced("phase")]
-    )
+    wanted = pytest.approx([timer.get_synced("phase")])
+    assert list(timer.sync_and_consume_over_stored_time("phase")) == wanted
     assert list(timer.sync_and_consume_over_stored_time("phase")) == []
     with pytest.raises(ValueError, match="not started"):
         timer.stop("other")
@@ -433,43 +413,28 @@ def test_rejection_sampling_takes_the_old_calls():
     assert joined["mask"].tolist() == [[1, 1, 0, 0], [1, 0, 0, 0]] and none == {}
     metrics = ours.compute_global_rollout_metrics(batches)
     assert metrics.pop("table")["reward"] == 4.0
-    assert metrics == {
-        "global_response_lengths_mean": 1.5,
-        "global_prompt_lengths": 1.0,
-        "global_rewards": 2.5,
-    }
+    lengths = {"global_response_lengths_mean": 1.5, "global_prompt_lengths": 1.0}
+    assert metrics == {**lengths, "global_rewards": 2.5}
 
 
-def test_critic_learns_from_arrays_in_order_by_name_and_in_a_dict(
-    reward_model, tiny_tokenizer_dir, tmp_path
-):
+def test_a_critic_learns_from_each_form_of_arrays(reward_model, tiny_tokenizer_dir, tmp_path):
     from nemo_aligner.algorithms.critic_server_trainer import CriticServerTrainer
     from nemo_aligner.launch.model_loading import load_from_nemo
     from nemo_aligner.models.nlp.gpt.megatron_gpt_critic import MegatronGPTCriticModel
 
     reward_model.save_to(str(tmp_path / "rm.nemo"))
     cfg = tiny_config(tiny_tokenizer_dir, output_sequence=True, loss_clip_val=0.2)
-    critic = load_from_nemo(
-        MegatronGPTCriticModel, cfg, None, restore_path=str(tmp_path / "rm.nemo")
-    )
-    server = CriticServerTrainer(
-        OmegaConf.create({"combine_rm_and_critic_server": True}),
-        critic,
-        *critic.setup_megatron_optimization(max_steps=10),
-        ppo_fakes.FakeLogger(),
-        None,
-        None,
-        2,
-        2,
-    )
+    path = str(tmp_path / "rm.nemo")
+    critic = load_from_nemo(MegatronGPTCriticModel, cfg, None, restore_path=path)
+    cfg = OmegaConf.create({"combine_rm_and_critic_server": True})
+    optimizer = critic.setup_megatron_optimization(max_steps=10)
+    parts = ppo_fakes.FakeLogger(), None, None, 2, 2
+    server = CriticServerTrainer(cfg, critic, *optimizer, *parts)
     # NeMo-Aligner's script assigns a copy of the weights that it has loaded.
     critic.rm_state_dict_cpu = utils.copy_model_states_to_cpu(critic, cpu_dict=None, sync=True)
-    batch = {
-        "tokens": np.arange(10).reshape(2, 5),
-        "returns": np.ones((2, 4), np.float32),
-        "prev_values": np.full((2, 4), 0.25, np.float32),
-        "mask": np.ones((2, 4), np.float32),
-    }
+    numbers = np.ones((2, 4), np.float32)
+    batch = {"tokens": np.arange(10).reshape(2, 5), "returns": numbers}
+    batch |= {"prev_values": numbers / 4, "mask": numbers.copy()}
     start = critic.weights_to_cpu()
     losses = []
     for arguments, named in (((), batch), (tuple(batch.values()), {}), ((batch,), {})):
@@ -492,9 +457,8 @@ def test_critic_refuses_a_reward_model_without_a_head(tiny_tokenizer_dir, tmp_pa
 
     cfg = tiny_config(tiny_tokenizer_dir)
     MegatronGPTModel(cfg).save_to(str(tmp_path / "base.nemo"))
-    critic = load_from_nemo(
-        MegatronGPTCriticModel, cfg, None, restore_path=str(tmp_path / "base.nemo")
-    )
+    path = str(tmp_path / "base.nemo")
+    critic = load_from_nemo(MegatronGPTCriticModel, cfg, None, restore_path=path)
     with pytest.raises(UserError, match="holds no reward head"):
         critic.rm_state_dict_cpu = utils.copy_model_states_to_cpu(critic)
     assert critic.rm_state_dict_cpu is None

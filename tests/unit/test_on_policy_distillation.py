@@ -15,10 +15,7 @@ from omegaconf import OmegaConf
 from torch.utils.data import default_collate
 
 from nemo_aligner.algorithms.alarms import Alarms
-from nemo_aligner.algorithms.distillation import (
-    OnPolicyDistillationTrainer,
-    response_batch,
-)
+from nemo_aligner.algorithms.distillation import OnPolicyDistillationTrainer, response_batch
 from nemo_aligner.algorithms.reward_server import TeacherServer, no_sentences
 from nemo_aligner.config.defaults import complete_config
 from nemo_aligner.core.errors import ConfigError, UserError
@@ -42,11 +39,8 @@ from tests.tiny_models import tiny_config
 from tests.unit.test_config_checks import check, load
 
 WIDTH, VOCAB = 24, 300
-RECORDS = [
-    {"prompt": "the film", "response": " was a joy"},
-    {"prompt": "a", "response": " is dull, and far too long"},
-    {"prompt": "the play", "response": " bad"},
-]
+SAID = {"the film": " was a joy", "a": " is dull, and far too long", "the play": " bad"}
+RECORDS = [{"prompt": prompt, "response": response} for prompt, response in SAID.items()]
 
 
 @pytest.fixture
@@ -139,9 +133,8 @@ class Served:
         self.server = server
 
     def logits(self, tokens, lengths):
-        reply = self.server.infer(
-            tokens=tokens.numpy(), sequence_lengths=lengths.view(-1, 1).numpy()
-        )
+        lengths = lengths.view(-1, 1).numpy()
+        reply = self.server.infer(tokens=tokens.numpy(), sequence_lengths=lengths)
         validate_reply(schema.teacher_endpoint(TeacherLogits._fields), reply, len(tokens))
         arrays = [torch.from_numpy(reply[name]) for name in TeacherLogits._fields]
         return TeacherLogits(arrays[0], arrays[1].long(), arrays[2])
@@ -152,10 +145,8 @@ def test_a_reply_has_the_largest_logits_behind_each_token(models, data):
     _, teacher = models
     batch = default_collate([data[i] for i in range(3)])
     tokens, lengths = batch["tokens"], batch["lengths"]
-    whole, some = (
-        Served(server_of(teacher, k, strip_sequence_length_to_multiple=8)).logits(tokens, lengths)
-        for k in (VOCAB, 5)
-    )
+    servers = [server_of(teacher, k, strip_sequence_length_to_multiple=8) for k in (VOCAB, 5)]
+    whole, some = (Served(server).logits(tokens, lengths) for server in servers)
     assert some.topk_logits.shape == (3, WIDTH, 5) and some.log_sum_exp_logits.shape == (3, WIDTH)
     for row, length in enumerate(lengths.tolist()):
         alone = teacher.top_logits(tokens[row : row + 1, :length], lengths[row : row + 1], 5)
@@ -242,11 +233,8 @@ def test_loss_and_gradient_on_own_responses_are_those_of_gkd(models, data, kd_lo
 def test_responses_are_the_same_however_many_are_generated_together(models, data, monkeypatch):
     student, _ = models
     cached, new_cache = [], DecodingModel.new_cache
-    monkeypatch.setattr(
-        DecodingModel,
-        "new_cache",
-        lambda self, slots: cached.append(slots) or new_cache(self, slots),
-    )
+    counted = lambda self, slots: cached.append(slots) or new_cache(self, slots)
+    monkeypatch.setattr(DecodingModel, "new_cache", counted)
     batch, own = default_collate([data[i] for i in range(3)]), []
     for together in (None, 1, 2):
         monkeypatch.setattr(student, "rollout_micro_batch_size", together)
@@ -299,12 +287,9 @@ def test_what_a_teacher_refuses(models):
     ],
 )
 def test_replies_that_cannot_be_used(change, message):
-    reply = {
-        "topk_logits": np.zeros((2, 3, 5), np.float32),
-        "topk_token_ids": np.zeros((2, 3, 5), np.int32),
-        "log_sum_exp_logits": np.zeros((2, 3), np.float32),
-        "log_probs": np.zeros((2, 3), np.float32),
-    }
+    top = (2, 3, 5)
+    reply = {"topk_logits": np.zeros(top, np.float32), "topk_token_ids": np.zeros(top, np.int32)}
+    reply |= {name: np.zeros((2, 3), np.float32) for name in ("log_sum_exp_logits", "log_probs")}
     validate_reply(schema.teacher_endpoint(), reply, 2)
     change(reply)
     with pytest.raises(ReplyError, match=message):
@@ -338,9 +323,7 @@ def test_what_cannot_work_is_refused_at_start(tmp_path, name, overrides, message
 
 
 @pytest.mark.parametrize("given", [[], ["++model.encoder_seq_length=null"]])
-def test_a_served_teacher_takes_samples_as_long_as_its_checkpoint(
-    tiny_tokenizer_dir, tmp_path, given
-):
+def test_a_served_teacher_takes_as_much_as_its_checkpoint(tiny_tokenizer_dir, tmp_path, given):
     folder = tmp_path / "teacher.nemo"
     folder.mkdir()
     cfg = tiny_config(tiny_tokenizer_dir, encoder_seq_length=WIDTH)

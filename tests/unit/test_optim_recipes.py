@@ -187,10 +187,8 @@ def test_three_updates_equal_pytorchs_optimizer(
     model = MegatronGPTModel(tiny_config(tiny_tokenizer_dir, "gpt2", **keys))
     optimizer, _scheduler = model.setup_megatron_optimization(3)
     weights = dict(model.unwrapped()[0].named_parameters())
-    copies = {
-        name: torch.nn.Parameter(tensor.detach().float().clone())
-        for name, tensor in weights.items()
-    }
+    floats = {name: tensor.detach().float().clone() for name, tensor in weights.items()}
+    copies = {name: torch.nn.Parameter(tensor) for name, tensor in floats.items()}
     matrices = [copy for copy in copies.values() if copy.dim() > 1]
     groups = [
         {"params": matrices, "weight_decay": 0.3},
@@ -210,9 +208,8 @@ def test_three_updates_equal_pytorchs_optimizer(
         plain.step()
     for name, tensor in weights.items():
         half_a_bit = 2**-8 if precision == "bf16" else 0.0
-        torch.testing.assert_close(
-            tensor.float(), copies[name], rtol=1e-5 + half_a_bit, atol=1e-6, msg=name
-        )
+        found, wanted = tensor.float(), copies[name]
+        torch.testing.assert_close(found, wanted, rtol=1e-5 + half_a_bit, atol=1e-6, msg=name)
 
 
 @pytest.mark.slow

@@ -58,18 +58,11 @@ class LossCase:
 
     def __init__(self, case: Case):
         self.case, self.mask, self.keep = case, case.mask, case.keep
-        self.logprobs, self.ref_logprobs, self.advantages = (
-            case.logprobs,
-            case.ref_logprobs,
-            case.rewards,
-        )
+        self.logprobs, self.ref_logprobs = case.logprobs, case.ref_logprobs
+        self.advantages = self.returns = case.rewards
         # Ratios on both sides of all clips.
         self.prev_logprobs = self.logprobs + 0.5 * case.values
-        self.values, self.prev_values, self.returns = (
-            case.values,
-            case.values + 0.4 * case.logprobs,
-            case.rewards,
-        )
+        self.values, self.prev_values = case.values, case.values + 0.4 * case.logprobs
 
     def leaf(self, x):
         return x.clone().requires_grad_()
@@ -80,30 +73,20 @@ class LossCase:
     def policy(self, reduction="token", **options):
         """Our loss, its gradient and metrics."""
         logprobs = self.planted_leaf(self.logprobs)
-        inputs = {
-            "prev_logprobs": self.prev_logprobs,
-            "advantages": self.advantages,
-            "ref_logprobs": self.ref_logprobs,
-        }
-        loss, metrics = ppo_actor_loss(
-            logprobs=logprobs,
-            **{name: self.case.planted(x) for name, x in inputs.items()},
-            weights=loss_weights(self.mask, reduction),
-            ratio_eps=EPS,
-            **options,
-        )
+        inputs = {"prev_logprobs": self.prev_logprobs, "advantages": self.advantages}
+        inputs["ref_logprobs"] = self.ref_logprobs
+        inputs = {name: self.case.planted(x) for name, x in inputs.items()}
+        options |= {"weights": loss_weights(self.mask, reduction), "ratio_eps": EPS}
+        loss, metrics = ppo_actor_loss(logprobs=logprobs, **inputs, **options)
         return *value_and_gradient(loss, logprobs), metrics
 
     def value(self, clip, reduction="token"):
         values = self.planted_leaf(self.values)
-        others = {
-            "prev_values": self.case.planted(self.prev_values),
-            "returns": self.case.planted(self.returns),
-        }
+        others = {"prev_values": self.prev_values, "returns": self.returns}
+        others = {name: self.case.planted(x) for name, x in others.items()}
         weights = loss_weights(self.mask, reduction)
-        loss, metrics = ppo_critic_loss(
-            values=values, **others, weights=weights, loss_clip_val=clip
-        )
+        own = {"weights": weights, "loss_clip_val": clip}
+        loss, metrics = ppo_critic_loss(values=values, **others, **own)
         return *value_and_gradient(loss, values), metrics
 
 
@@ -115,21 +98,13 @@ def trl_losses(c: LossCase):
     """trl's two losses with their gradients, and its statistics (means over tokens)."""
     from trl.trainer.ppo_trainer import PPOTrainer
 
-    config = SimpleNamespace(
-        cliprange=EPS, cliprange_value=VALUE_CLIP, vf_coef=1.0, ratio_threshold=1e9
-    )
+    config = SimpleNamespace(cliprange=EPS, cliprange_value=VALUE_CLIP, vf_coef=1.0)
+    config.ratio_threshold = 1e9
     logprobs, values = c.leaf(c.logprobs), c.leaf(c.values)
-    policy, value, statistics = PPOTrainer.loss(
-        SimpleNamespace(config=config),
-        old_logprobs=c.prev_logprobs,
-        values=c.prev_values,
-        logits=torch.zeros(*c.mask.shape, 2),
-        vpreds=values,
-        logprobs=logprobs,
-        mask=c.mask,
-        advantages=c.advantages,
-        returns=c.returns,
-    )
+    parts = {"old_logprobs": c.prev_logprobs, "values": c.prev_values}
+    parts |= {"logits": torch.zeros(*c.mask.shape, 2), "vpreds": values, "logprobs": logprobs}
+    parts |= {"mask": c.mask, "advantages": c.advantages, "returns": c.returns}
+    policy, value, statistics = PPOTrainer.loss(SimpleNamespace(config=config), **parts)
     return value_and_gradient(policy, logprobs), value_and_gradient(value, values), statistics
 
 
@@ -137,15 +112,10 @@ def verl_policy(c: LossCase, reduction="token", dual_clip=NO_CLIP):
     """verl always has the dual clip: far away it is off. It clamps log ratios to 20, which none
     reaches here.
     """
-    config = oracle("verl.workers.config").ActorConfig(
-        strategy="fsdp",
-        rollout_n=1,
-        ppo_micro_batch_size_per_gpu=1,
-        clip_ratio=EPS,
-        clip_ratio_low=EPS,
-        clip_ratio_high=EPS,
-        clip_ratio_c=dual_clip,
-    )
+    clips = dict.fromkeys(("clip_ratio", "clip_ratio_low", "clip_ratio_high"), EPS)
+    sizes = {"rollout_n": 1, "ppo_micro_batch_size_per_gpu": 1}
+    make = oracle("verl.workers.config").ActorConfig
+    config = make(strategy="fsdp", clip_ratio_c=dual_clip, **sizes, **clips)
     logprobs = c.leaf(c.logprobs)
     loss, metrics = oracle("verl.trainer.ppo.core_algos").compute_policy_loss_vanilla(
         c.prev_logprobs, logprobs, c.advantages, c.mask, REDUCTIONS[reduction], config
@@ -208,11 +178,8 @@ def _(case, library):
     c = LossCase(case)
     for reduction in REDUCTIONS:
         logprobs = c.planted_leaf(c.logprobs)
-        loss, _ = reinforce_loss(
-            logprobs=logprobs,
-            advantages=case.planted(c.advantages),
-            weights=loss_weights(c.mask, reduction),
-        )
+        advantages, weights = case.planted(c.advantages), loss_weights(c.mask, reduction)
+        loss, _ = reinforce_loss(logprobs=logprobs, advantages=advantages, weights=weights)
         loss, gradient = value_and_gradient(loss, logprobs)
         if library == "openrlhf":
             c.prev_logprobs = c.logprobs
@@ -242,9 +209,8 @@ def _(case, library):
             )
         else:
             module = oracle("openrlhf.models.utils")
-            kl = module.masked_mean(
-                module.compute_approx_kl(logprobs, c.ref_logprobs, estimator), c.mask
-            )
+            kl = module.compute_approx_kl(logprobs, c.ref_logprobs, estimator)
+            kl = module.masked_mean(kl, c.mask)
         their_kl, their_kl_gradient = value_and_gradient(kl, logprobs)
         without = c.policy()
         yield metrics["kl_loss"], their_kl
@@ -269,14 +235,8 @@ def _(case, library):
                 continue
             if library == "verl":
                 value_loss = oracle("verl.trainer.ppo.core_algos").compute_value_loss
-                theirs, clipped = value_loss(
-                    values,
-                    c.returns,
-                    c.prev_values,
-                    c.mask,
-                    clip or NO_CLIP,
-                    REDUCTIONS[reduction],
-                )
+                given = c.returns, c.prev_values, c.mask, clip or NO_CLIP
+                theirs, clipped = value_loss(values, *given, REDUCTIONS[reduction])
                 if reduction == "token" and clip:  # without a clip, rounding makes up verl's share
                     yield metrics["value_clip_fraction"], clipped
                     assert clipped > 0.05
@@ -298,14 +258,12 @@ def _(case, library):
     c = LossCase(case)
     ours = c.policy()[2]["approx_kl"]
     if library == "openrlhf":
-        estimates = oracle("openrlhf.models.utils").compute_approx_kl(
-            c.prev_logprobs, c.logprobs, "k3"
-        )
+        estimate = oracle("openrlhf.models.utils").compute_approx_kl
+        estimates = estimate(c.prev_logprobs, c.logprobs, "k3")
         yield ours, oracle("openrlhf.models.utils").masked_mean(estimates, c.mask)
     else:
-        estimates = oracle("verl.trainer.ppo.core_algos").kl_penalty(
-            c.prev_logprobs, c.logprobs, "k3"
-        )
+        estimate = oracle("verl.trainer.ppo.core_algos").kl_penalty
+        estimates = estimate(c.prev_logprobs, c.logprobs, "k3")
         yield ours, oracle("verl.utils.torch_functional").masked_mean(estimates, c.mask)
 
 
@@ -330,10 +288,8 @@ def _(case, library):
     compiled, and left out.
     """
     random = torch.Generator().manual_seed(int(case.lengths.sum()))
-    logits, tokens = (
-        3 * torch.randn(4, 6, 9, generator=random),
-        torch.randint(0, 9, (4, 6), generator=random),
-    )
+    logits = 3 * torch.randn(4, 6, 9, generator=random)
+    tokens = torch.randint(0, 9, (4, 6), generator=random)
     for temperature in (1.0, 0.7):
         ours, theirs = (logits.clone().requires_grad_() for _ in range(2))
         logprobs = from_parallel_logits_to_logprobs(ours, tokens, temperature=temperature)
@@ -353,10 +309,8 @@ def _(case, library):
             yield own, their_entropy.mean()
         yield logprobs, expected
         weights = torch.randn(expected.shape, generator=random)
-        gradients = [
-            torch.autograd.grad((x * weights).sum(), leaf)
-            for x, leaf in ((logprobs, ours), (expected, theirs))
-        ]
+        both = (logprobs, ours), (expected, theirs)
+        gradients = [torch.autograd.grad((x * weights).sum(), leaf) for x, leaf in both]
         yield gradients[0][0], gradients[1][0]
 
 
@@ -379,11 +333,8 @@ def _(case, library):
     """
     chosen, rejected = case.scores.chunk(2)
     ours, theirs = (chosen.clone().requires_grad_() for _ in range(2))
-    loss = preference_loss(
-        rewards_chosen=ours,
-        rewards_rejected=rejected,
-        weights=loss_weights(torch.ones(len(chosen))),
-    )
+    weights = loss_weights(torch.ones(len(chosen)))
+    loss = preference_loss(rewards_chosen=ours, rewards_rejected=rejected, weights=weights)
     if library == "openrlhf":
         expected = oracle("openrlhf.models.loss").PairWiseLoss()(theirs, rejected)
     else:
@@ -393,9 +344,8 @@ def _(case, library):
         inputs = {"input_ids_chosen": theirs, "input_ids_rejected": rejected}
         inputs |= {"attention_mask_chosen": None, "attention_mask_rejected": None}
         model = lambda input_ids, attention_mask, return_dict: {"logits": input_ids}
-        expected = oracle("trl.trainer.reward_trainer").RewardTrainer.compute_loss(
-            fake, model, inputs
-        )
+        trainer = oracle("trl.trainer.reward_trainer").RewardTrainer
+        expected = trainer.compute_loss(fake, model, inputs)
     yield from zip(value_and_gradient(loss[0], ours), value_and_gradient(expected, theirs))
 
 
@@ -412,14 +362,10 @@ class PairCase:
     def ours(self, **options):
         """Loss, gradient on the tokens of the responses, metrics."""
         logprobs = self.case.planted(self.case.logprobs).requires_grad_()
-        loss, metrics = dpo_loss(
-            logprobs=logprobs,
-            ref_logprobs=self.case.planted(self.case.ref_logprobs),
-            mask=self.mask,
-            weights=loss_weights(torch.ones(len(self.gaps))),
-            beta=BETA,
-            **options,
-        )
+        reference = self.case.planted(self.case.ref_logprobs)
+        options |= {"weights": loss_weights(torch.ones(len(self.gaps))), "beta": BETA}
+        own = {"logprobs": logprobs, "ref_logprobs": reference, "mask": self.mask}
+        loss, metrics = dpo_loss(**own, **options)
         loss, gradient = value_and_gradient(loss, logprobs)
         assert not gradient[~self.case.keep].any()
         return loss, gradient, metrics
@@ -433,12 +379,8 @@ class PairCase:
 @compares("DPO and IPO", "trl", "openrlhf", "nemo-aligner")
 def _(case, library):
     c = PairCase(case)
-    for name, average, smoothing in (
-        ("dpo", False, 0.0),
-        ("dpo", True, 0.1),
-        ("ipo", False, 0.0),
-        ("ipo", True, 0.0),
-    ):
+    cases = ("dpo", False, 0.0), ("dpo", True, 0.1), ("ipo", False, 0.0), ("ipo", True, 0.0)
+    for name, average, smoothing in cases:
         if library == "nemo-aligner" and smoothing:
             continue  # it has none
         loss, gradient, metrics = c.ours(
@@ -509,9 +451,8 @@ def _(case, library):
             expected = oracle("openrlhf.models.loss").SFTLoss(token_level_loss=False)(*chosen)
         else:
             order, labels = halves(c)
-            expected = nemo_aligner_dpo().sft_loss_func(
-                leaf[order], labels, average_log_probs=average
-            )
+            function = nemo_aligner_dpo().sft_loss_func
+            expected = function(leaf[order], labels, average_log_probs=average)
         yield metrics["sft_loss"], expected.detach()
         yield from zip((loss, gradient), value_and_gradient(0.4 * expected, leaf))
 
@@ -523,33 +464,20 @@ def _(case, library):
     """
     mask = case.mask
     rows = len(mask)
-    for average, labels in (
-        (False, torch.arange(rows) % 3 > 0),
-        (True, torch.arange(rows) % 2 > 0),
-        (False, torch.ones(rows, dtype=torch.bool)),
-    ):
+    rows_of = torch.arange(rows)
+    kinds = (False, rows_of % 3 > 0), (True, rows_of % 2 > 0), (False, rows_of >= 0)
+    for average, labels in kinds:
         kl = case.ref_logprobs.roll(1, 0), case.logprobs.roll(1, 0), mask.roll(1, 0)
         weights = loss_weights(torch.ones(rows))
-        ratios = log_ratios(
-            logprobs=kl[0],
-            ref_logprobs=kl[1],
-            mask=kl[2],
-            weights=weights,
-            average_log_probs=average,
-        )
+        kept = {"logprobs": kl[0], "ref_logprobs": kl[1], "mask": kl[2]}
+        ratios = log_ratios(**kept, weights=weights, average_log_probs=average)
         logprobs = case.planted(case.logprobs).requires_grad_()
-        loss, metrics = kto_loss(
-            logprobs=logprobs,
-            ref_logprobs=case.planted(case.ref_logprobs),
-            mask=mask,
-            weights=weights,
-            desirable=labels,
-            reference_point=(weights * ratios).sum().clamp(min=0),
-            beta=BETA,
-            desirable_loss_weight=1.2,
-            undesirable_loss_weight=0.6,
-            average_log_probs=average,
-        )
+        named = {"logprobs": logprobs, "ref_logprobs": case.planted(case.ref_logprobs)}
+        named |= {"mask": mask, "weights": weights, "desirable": labels}
+        named |= {"reference_point": (weights * ratios).sum().clamp(min=0), "beta": BETA}
+        named |= {"desirable_loss_weight": 1.2, "undesirable_loss_weight": 0.6}
+        named |= {"average_log_probs": average}
+        loss, metrics = kto_loss(**named)
         ours = value_and_gradient(loss, logprobs)
         found = kto_statistics({name: value.item() for name, value in metrics.items()})
         leaf = case.logprobs.clone().requires_grad_()
@@ -557,13 +485,9 @@ def _(case, library):
             model = nemo_aligner_kto(
                 ref_policy_kl_penalty=BETA, desirable_loss_weight=1.2, undesirable_loss_weight=0.6
             )
-            expected, _ = model.loss_func(
-                torch.cat([leaf, kl[0]]),
-                torch.cat([case.ref_logprobs, kl[1]]),
-                torch.where(torch.cat([mask, kl[2]]) != 0, 1, -100),
-                labels.long(),
-                average_log_probs=average,
-            )
+            both = torch.cat([leaf, kl[0]]), torch.cat([case.ref_logprobs, kl[1]])
+            counted = torch.where(torch.cat([mask, kl[2]]) != 0, 1, -100)
+            expected, _ = model.loss_func(*both, counted, labels.long(), average_log_probs=average)
         else:
 
             def totals(values, mask=mask, average=average):
@@ -633,16 +557,10 @@ class DistilledCase:
     def nemo_aligner(self, kd_loss, sft_loss_weight, logits_scale, target_scale):
         """The mean over the tokens, its gradient, KL and negative log-likelihood."""
         weights = loss_weights(self.case.mask)
-        loss, kd, sft, gradient = nemo_aligner_distillation(
-            logits_scale * self.student,
-            target_scale * self.top.logits,
-            self.top.token_ids,
-            self.labels,
-            0.7,
-            sft_loss_weight,
-            kd_loss == "bwd_kl",
-            False,
-        )
+        logits = logits_scale * self.student, target_scale * self.top.logits
+        ids = self.top.token_ids, self.labels
+        options = 0.7, sft_loss_weight, kd_loss == "bwd_kl", False
+        loss, kd, sft, gradient = nemo_aligner_distillation(*logits, *ids, *options)
         means = [(weights * each).sum() for each in (loss, kd, sft)]
         return means[0], logits_scale * weights.unsqueeze(-1) * gradient, *means[1:]
 
@@ -650,13 +568,9 @@ class DistilledCase:
 def distilled_as_nemo_aligner(case, kd_loss):
     c = DistilledCase(case, 4)
     for sft_weight, scale, target_scale in ((0.0, 1.0, 1.0), (0.4, 0.6, 1.5)):
-        loss, gradient, metrics = c.ours(
-            logits_scale=scale,
-            kd_loss=kd_loss,
-            kd_loss_weight=0.7,
-            sft_loss_weight=sft_weight,
-            target_logits_scale=target_scale,
-        )
+        settings = {"logits_scale": scale, "kd_loss": kd_loss, "kd_loss_weight": 0.7}
+        settings |= {"sft_loss_weight": sft_weight, "target_logits_scale": target_scale}
+        loss, gradient, metrics = c.ours(**settings)
         expected, slope, kd, sft = c.nemo_aligner(kd_loss, sft_weight, scale, target_scale)
         yield from ((loss, expected), (gradient, slope), (metrics["kd_loss"], kd))
         if sft_weight:

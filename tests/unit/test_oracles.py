@@ -21,7 +21,7 @@ from nemo_aligner.core.advantages import (
     spread_over_response,
 )
 from nemo_aligner.core.kl import AdaptiveKLController, calculate_kl_penalty
-from nemo_aligner.core.masks import create_mask, masked_mean, masked_std
+from nemo_aligner.core.tensors import create_mask, masked_mean, masked_std
 from nemo_aligner.parallel.collectives import normalize_tensor
 from tests.oracle_table import GROUP_SIZE, Case, Comparisons
 from tests.oracles import nemo_aligner_ppo_utils, oracle
@@ -59,29 +59,17 @@ def openrlhf_experience(case: Case, estimator: str, **args):
     by prompt.
     """
     maker = oracle("openrlhf.trainer.ppo_utils.experience_maker").RemoteExperienceMaker
-    defaults = dict(
-        n_samples_per_prompt=GROUP_SIZE,
-        reward_clip_range=None,
-        gamma=1.0,
-        no_advantage_std_norm=False,
-    )
+    defaults = dict(n_samples_per_prompt=GROUP_SIZE, reward_clip_range=None)
+    defaults |= dict(gamma=1.0, no_advantage_std_norm=False)
     args = SimpleNamespace(advantage_estimator=estimator, **(defaults | args))
-    fake = SimpleNamespace(
-        strategy=SimpleNamespace(args=args),
-        args=args,
-        advantage_estimator=estimator,
-        kl_ctl=SimpleNamespace(value=BETA),
-        get_cumulative_returns=lambda *a: maker.get_cumulative_returns(None, *a),
-    )
+    fake = SimpleNamespace(strategy=SimpleNamespace(args=args), args=args)
+    fake.advantage_estimator, fake.kl_ctl = estimator, SimpleNamespace(value=BETA)
+    fake.get_cumulative_returns = lambda *a: maker.get_cumulative_returns(None, *a)
     position = torch.empty_like(case.prompts)
     position[torch.argsort(case.prompts, stable=True)] = torch.arange(len(case.prompts))
-    experience = SimpleNamespace(
-        index=position.tolist(),
-        rewards=case.scores.clone(),
-        kl=torch.zeros_like(case.values),
-        action_mask=case.mask,
-        info={"response_length": case.mask.sum(1)},
-    )
+    experience = SimpleNamespace(index=position.tolist(), rewards=case.scores.clone())
+    experience.kl, experience.action_mask = torch.zeros_like(case.values), case.mask
+    experience.info = {"response_length": case.mask.sum(1)}
     return maker.compute_advantages_and_returns(fake, [experience])[0]
 
 
@@ -89,14 +77,8 @@ def openrlhf_experience(case: Case, estimator: str, **args):
 def _(case, library):
     """trl and verl whiten their advantages, so theirs are returns minus values."""
     for lam, critic_lam in ((LAMBDA, None), (LAMBDA, CRITIC_LAMBDA)):
-        ours = calculate_advantages_and_returns(
-            case.planted(case.values),
-            case.planted(case.rewards),
-            GAMMA,
-            lam,
-            case.mask,
-            critic_lam,
-        )
+        given = case.planted(case.values), case.planted(case.rewards)
+        ours = calculate_advantages_and_returns(*given, GAMMA, lam, case.mask, critic_lam)
         advantages, returns = their_gae(case, library, lam)
         yield ours[0][case.keep], advantages[case.keep]
         if critic_lam is not None:  # decoupled GAE: the returns are those of another lambda
@@ -109,9 +91,8 @@ def _(case):
     """A third of the tokens of each response are an environment's."""
     keep = case.keep & (torch.arange(case.mask.shape[1]) % 3 != 1)
     values, rewards = (torch.where(keep, x, torch.nan) for x in (case.values, case.rewards))
-    advantages, returns = calculate_advantages_and_returns(
-        values, rewards, GAMMA, LAMBDA, keep.float()
-    )
+    given = values, rewards, GAMMA, LAMBDA, keep.float()
+    advantages, returns = calculate_advantages_and_returns(*given)
     theirs = verl().compute_gae_advantage_return(
         case.rewards * keep, case.values, keep.float(), GAMMA, LAMBDA
     )[1]
@@ -137,13 +118,11 @@ def their_gae(case, library, lam):
         done = torch.arange(mask.shape[1]) == (case.lengths - 2)[:, None]
         following = torch.cat([values[:, 1:], torch.zeros_like(values[:, :1])], dim=1)
         estimate = oracle("torchrl.objectives.value.functional").generalized_advantage_estimate
-        results = estimate(
-            GAMMA, lam, *(x.unsqueeze(-1) for x in (values, following, rewards, done))
-        )
+        given = (x.unsqueeze(-1) for x in (values, following, rewards, done))
+        results = estimate(GAMMA, lam, *given)
         return [x.squeeze(-1) for x in results]
-    return nemo_aligner_ppo_utils().calculate_advantages_and_returns(
-        values, rewards, GAMMA, lam, mask
-    )
+    function = nemo_aligner_ppo_utils().calculate_advantages_and_returns
+    return function(values, rewards, GAMMA, lam, mask)
 
 
 @compares("whitening", "trl", "verl", "openrlhf")
@@ -157,17 +136,14 @@ def _(case, library):
         normalize = oracle("openrlhf.models.utils").masked_normalize
         yield ours[case.keep], normalize(case.values, case.mask, dim=None)[case.keep]
         return
-    whiten = oracle(
-        "trl.core" if library == "trl" else "verl.utils.torch_functional"
-    ).masked_whiten
+    module = "trl.core" if library == "trl" else "verl.utils.torch_functional"
+    whiten = oracle(module).masked_whiten
     yield ours[case.keep] * case.bessel(), whiten(case.values, case.mask)[case.keep]
     # Rewards are divided by their deviation, their mean kept.
     mean = case.values[case.keep].mean()
     ours = normalize_tensor(case.planted(case.values), case.mask, shift_mean=False)[case.keep]
-    yield (
-        (ours - mean) * case.bessel() + mean,
-        whiten(case.values, case.mask, shift_mean=False)[case.keep],
-    )
+    theirs = whiten(case.values, case.mask, shift_mean=False)[case.keep]
+    yield (ours - mean) * case.bessel() + mean, theirs
 
 
 @compares("masked mean and deviation", "trl", "verl", "openrlhf")
@@ -232,9 +208,8 @@ def _(case, library):
     """
     kl = calculate_kl_penalty(case.logprobs, case.ref_logprobs, use_absolute_kl=False)
     scores = clip_rewards(case.scores, 0.7) if library == "openrlhf" else case.scores
-    ours = calculate_ppo_rewards(
-        case.values, scores, case.lengths, case.planted(kl), penalty_factor=BETA
-    )
+    given = case.values, scores, case.lengths, case.planted(kl)
+    ours = calculate_ppo_rewards(*given, penalty_factor=BETA)
     if library == "openrlhf":
         reward = oracle("openrlhf.models.utils").compute_reward
         theirs = reward(case.scores, BETA, kl, case.mask, reward_clip_range=(-0.7, 0.7))
@@ -268,10 +243,8 @@ def _(case, library):
     """NeMo-Aligner has the baseline alone. trl 0.11 has RLOO inside a training loop only."""
     ours = spread_over_response(calculate_rloo_advantages(case.scores, case.prompts), case.mask)
     if library == "verl":
-        for name in (
-            "compute_rloo_outcome_advantage",
-            "compute_rloo_vectorized_outcome_advantage",
-        ):
+        for kind in ("", "vectorized_"):
+            name = f"compute_rloo_{kind}outcome_advantage"
             yield (
                 ours,
                 getattr(verl(), name)(case.token_scores(), case.mask, case.prompts.numpy())[0],
@@ -306,12 +279,8 @@ def _(case, library):
         grpo = verl().compute_grpo_outcome_advantage
         yield ours, grpo(case.token_scores(), case.mask, index)[0]
         yield doctor, grpo(case.token_scores(), case.mask, index, norm_adv_by_std_in_grpo=False)[0]
-        yield (
-            ours,
-            verl().compute_grpo_vectorized_outcome_advantage(
-                case.token_scores(), case.mask, case.prompts
-            )[0],
-        )
+        grpo = verl().compute_grpo_vectorized_outcome_advantage
+        yield ours, grpo(case.token_scores(), case.mask, case.prompts)[0]
     elif library == "openrlhf":
         yield ours[case.keep], openrlhf_experience(case, "group_norm").advantages[case.keep]
         yield doctor[case.keep], openrlhf_experience(case, "dr_grpo").advantages[case.keep]
@@ -332,11 +301,8 @@ def torchrl_grpo(case: Case) -> Tensor:
         steps = int(case.mask[row].sum())
         done = torch.arange(steps) == steps - 1
         following = {"reward": tokens[case.keep[row]][:, None], "done": done[:, None]}
-        whole = {
-            "row": torch.full((steps,), row),
-            "group": case.prompts[row].expand(steps),
-            "next": following,
-        }
+        whole = {"row": torch.full((steps,), row), "group": case.prompts[row].expand(steps)}
+        whole |= {"next": following}
         finished = advantage.inv(TensorDict(whole, batch_size=[steps]))
         if finished is not None:
             result[finished["row"]] = finished["advantage"].flatten()
@@ -377,11 +343,8 @@ def verl_dapo_rewards(case, counts, limit, buffer, factor) -> Tensor:
     samples = Samples()
     for number, count in enumerate(counts):
         attention = torch.cat([torch.ones(1), torch.arange(limit) < count])
-        tokens = {
-            "prompts": torch.zeros(1),
-            "responses": torch.full((limit,), number),
-            "attention_mask": attention.long(),
-        }
+        tokens = {"prompts": torch.zeros(1), "responses": torch.full((limit,), number)}
+        tokens |= {"attention_mask": attention.long()}
         facts = {"reward_model": {"ground_truth": ""}, "data_source": "", "extra_info": {}}
         samples.append(SimpleNamespace(batch=tokens, non_tensor_batch=facts))
     return manager(samples).sum(1)
@@ -390,19 +353,14 @@ def verl_dapo_rewards(case, counts, limit, buffer, factor) -> Tensor:
 @compares("mask", "nemo-aligner")
 def _(case):
     yield case.mask, create_mask(case.values, case.prompt_lengths, case.lengths)
-    yield (
-        case.mask,
-        nemo_aligner_ppo_utils().create_mask(case.values, case.prompt_lengths, case.lengths),
-    )
+    create = nemo_aligner_ppo_utils().create_mask
+    yield case.mask, create(case.values, case.prompt_lengths, case.lengths)
 
 
 @compares("top-k", "nemo-aligner")
 def _(case):
-    batch = {
-        "prompt_tokens": case.prompts[:, None],
-        "rewards": case.scores,
-        "row": torch.arange(len(case.scores)),
-    }
+    batch = {"prompt_tokens": case.prompts[:, None], "rewards": case.scores}
+    batch["row"] = torch.arange(len(case.scores))
     for num_select in (1, 3, GROUP_SIZE + 1):
         theirs = nemo_aligner_ppo_utils().select_topk(batch, num_select)
         yield select_topk(batch, num_select)["row"], theirs["row"]

@@ -278,10 +278,9 @@ def test_defaults_of_nemo_aligner_are_kept(configs):
 def test_ratio_eps_and_entropy_bonus_can_be_set_in_both_places():
     with initialize_config_dir(str(ROOT / "conf"), version_base=None):
         for section in ("trainer", "model"):
-            cfg = compose(
-                "gpt_ppo_actor",
-                [f"{section}.ppo.ratio_eps=0.3", f"{section}.ppo.entropy_bonus=0.1"],
-            )
+            given = {"ratio_eps": 0.3, "entropy_bonus": 0.1}
+            given = [f"{section}.ppo.{key}={x}" for key, x in given.items()]
+            cfg = compose("gpt_ppo_actor", given)
             assert (cfg.model.ppo.ratio_eps, cfg.model.ppo.entropy_bonus) == (0.3, 0.1)
 
 
@@ -295,14 +294,8 @@ def test_import_is_light():
     """`import nemo_aligner` works on a login node at once: no torch, no NeMo, no Megatron."""
     heavy = "('torch', 'nemo', 'megatron', 'pytriton')"
     code = f"import sys, nemo_aligner; print([m for m in {heavy} if m in sys.modules])"
-    result = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=patience(60),
-    )
+    options = {"capture_output": True, "text": True, "check": True, "timeout": patience(60)}
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, **options)
     assert result.stdout.strip() == "[]"
 
 
@@ -328,9 +321,8 @@ def test_files_open_with_the_licence_header():
     files = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True)
     if files.returncode:
         pytest.skip("not a git checkout")
-    header = (
-        "# Copyright (c) 2026 the nemo_aligner authors.\n# SPDX-License-Identifier: Apache-2.0\n"
-    )
+    header = "# Copyright (c) 2026 the nemo_aligner authors.\n"
+    header += "# SPDX-License-Identifier: Apache-2.0\n"
     for name in files.stdout.split():
         path = ROOT / name
         if path.exists() and path.stat().st_size:

@@ -68,10 +68,8 @@ def test_counts_of_tokens(tiny_tokenizer_dir, models):
     model, *_ = matrix.build(tiny_tokenizer_dir, models, "llama", "critic", {})
     counted(token_counts.FORWARD)
     model.infer((matrix.global_batch("critic", 0.0)["tokens"], matrix.LENGTHS))
-    assert counted(token_counts.FORWARD) == {
-        "forward_computed": 2 * 13 + 3 * 10 + 3 * 6,
-        "forward_real_fraction": 66 / 74,
-    }
+    computed = {"forward_computed": 2 * 13 + 3 * 10 + 3 * 6, "forward_real_fraction": 66 / 74}
+    assert counted(token_counts.FORWARD) == computed
     assert counted(token_counts.FORWARD) == {}
 
 
@@ -86,6 +84,5 @@ def test_losses_that_balance_experts_see_all_padding(tiny_tokenizer_dir, models)
     found, cut = numbers_of(model, "sft", "token", 0.0)
     assert cut["train_computed"] == padded["train_computed"]
     assert found["loss"] == expected["loss"] and "moe_load_balancing_loss" in found["loss"]
-    assert all(
-        torch.equal(found["gradient"][k], expected["gradient"][k]) for k in expected["gradient"]
-    )
+    ours, wanted = found["gradient"], expected["gradient"]
+    assert all(torch.equal(ours[key], wanted[key]) for key in wanted)

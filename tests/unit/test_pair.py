@@ -155,9 +155,7 @@ def test_a_damaged_checkpoint_takes_the_pair_to_the_one_before(
     assert_same_bits(pair.run(6), whole)
 
 
-def test_damage_that_the_critic_finds_when_it_is_asked(
-    tiny_tokenizer_dir, tmp_path, monkeypatch, whole
-):
+def test_damage_that_the_critic_finds_later(tiny_tokenizer_dir, tmp_path, monkeypatch, whole):
     """The actor dies in its save of step 6 and asks for 4, which is damaged."""
     monkeypatch.setattr(Side, "keep", -1)
     with monkeypatch.context() as patch:

@@ -7,15 +7,12 @@ import torch
 
 from nemo_aligner.servers.payloads import request_width, scoring_payload, training_payload
 
-ROLLOUT = {
-    "response_tokens": torch.tensor([[1, 2, 3, 4, 9, 9], [5, 6, 9, 9, 9, 9]]),
-    "response_lengths": torch.tensor([4, 2]),
-}
+ROLLOUT = {"response_tokens": torch.tensor([[1, 2, 3, 4, 9, 9], [5, 6, 9, 9, 9, 9]])}
+ROLLOUT["response_lengths"] = torch.tensor([4, 2])
 
 
 @pytest.mark.parametrize(
-    ("pad_to_length", "columns"),
-    [(None, 4), (3, 4), (4, 4), (5, 5), (6, 6), (8, 8)],
+    ("pad_to_length", "columns"), [(None, 4), (3, 4), (4, 4), (5, 5), (6, 6), (8, 8)]
 )
 def test_a_request_has_the_width_that_is_asked_for_or_that_its_longest_sample_needs(
     pad_to_length, columns
@@ -31,12 +28,8 @@ def test_a_request_has_the_width_that_is_asked_for_or_that_its_longest_sample_ne
 def test_a_request_does_not_change_with_the_batch_that_it_was_made_from(order):
     """It is sent while the caller goes on."""
     numbers = torch.full((2, 3), 7.0)
-    batch = {
-        "response_tokens": torch.full((2, 4), 7),
-        "returns": numbers,
-        "values": numbers.clone(),
-        "mask": torch.ones(2, 3),
-    }
+    batch = {"response_tokens": torch.full((2, 4), 7), "mask": torch.ones(2, 3)}
+    batch |= {"returns": numbers, "values": numbers.clone()}
     if order:
         batch["sample_order"] = torch.tensor(order)
     rollout = {key: tensor.clone() for key, tensor in ROLLOUT.items()}

@@ -50,11 +50,7 @@ pytestmark = pytest.mark.slow
 # --- PEFT's adapters here ---
 
 
-@some_of(
-    "name",
-    MODULES,
-    keep=["GPT-2", "Phi 3", "Qwen 2 MoE"],
-)
+@some_of("name", MODULES, keep=["GPT-2", "Phi 3", "Qwen 2 MoE"])
 def test_adapters_of_peft_give_the_same_logits(write_folder, name):
     base, folder, model = with_adapters(write_folder, name)
     with torch.no_grad():
@@ -223,12 +219,9 @@ def test_steps_of_sft_equal_those_of_peft(write_folder, tmp_path, name, modules)
     model.set_eval()
     theirs.eval()
     with torch.no_grad():
-        torch.testing.assert_close(
-            outputs_of(model, TOKENS[:, :40])[..., :300],
-            theirs(TOKENS[:, :40]).logits,
-            atol=1e-4,
-            rtol=1e-4,
-        )
+        tokens = TOKENS[:, :40]
+        found, wanted = outputs_of(model, tokens)[..., :300], theirs(tokens).logits
+        torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
 
 
 # --- heads ---
@@ -259,10 +252,8 @@ def test_a_reward_model_gives_the_same_scores(write_folder, tmp_path, name):
     folder = tmp_path / "adapters"
     theirs.save_pretrained(folder)
     expected = scores_in_peft(theirs)
-    for model in (
-        start_from(base, folder, MegatronGPTRewardModel),
-        load(folder, MegatronGPTRewardModel),
-    ):
+    started = start_from(base, folder, MegatronGPTRewardModel)
+    for model in (started, load(folder, MegatronGPTRewardModel)):
         assert model.has_trained_head
         assert_same_scores(model, expected)
 
@@ -306,9 +297,8 @@ def test_a_critic_gives_the_same_values(write_folder, tmp_path, name):
     base = write_folder(hugging_face.with_head("TokenClassification", name), "base")
     modules = MODULES.get(name, ["q_proj", "v_proj"])
     theirs = add_adapters(load_base(base, "TokenClassification"), modules, task_type="TOKEN_CLS")
-    head = (
-        theirs.base_model.model.score if name == "Llama 2" else theirs.base_model.model.classifier
-    )
+    model = theirs.base_model.model
+    head = model.score if name == "Llama 2" else model.classifier
     with torch.no_grad():
         head.modules_to_save["default"].bias.add_(0.5)
     theirs.save_pretrained(tmp_path / "adapters")

@@ -21,13 +21,9 @@ ROWS, COLUMNS = 10, 4
 
 def request(rows: int = ROWS) -> dict:
     numbers = np.arange(rows * (COLUMNS - 1), dtype=np.float32).reshape(rows, -1)
-    return {
-        "tokens": np.arange(rows * COLUMNS).reshape(rows, COLUMNS),
-        "returns": numbers,
-        "prev_values": -numbers,
-        "mask": np.ones_like(numbers),
-        "request_id": np.array([b"abc"]),
-    }
+    tokens = np.arange(rows * COLUMNS).reshape(rows, COLUMNS)
+    data = {"tokens": tokens, "returns": numbers, "prev_values": -numbers}
+    return data | {"mask": np.ones_like(numbers), "request_id": np.array([b"abc"])}
 
 
 @pytest.mark.parametrize("rows_of_a_piece", [1, 3, 5, 9])
@@ -50,9 +46,8 @@ def test_the_pieces_of_an_update_are_the_update(monkeypatch, rows_of_a_piece):
 
 
 def test_a_server_without_pieces_gets_one_body_up_to_tritons_limit(monkeypatch):
-    others = ServedModel(
-        "theirs", tuple(s for s in TRAIN.inputs if s.name != "piece"), ("loss_mean",), 0
-    )
+    inputs = tuple(spec for spec in TRAIN.inputs if spec.name != "piece")
+    others = ServedModel("theirs", inputs, ("loss_mean",), 0)
     monkeypatch.setattr(served_model, "PIECE_BYTES", 100)
     (sent,) = fit_requests(others, TRAIN, request())
     assert "piece" not in received(sent)

@@ -68,21 +68,17 @@ MACHINE = ("--gpus", "16", "--memory", "80GB")
 FRACTION = "model.knowledge_distillation.on_policy.fraction"
 DPO, KTO, REWARD_MODEL = (JOBS[name][0] for name in ("dpo", "kto", "rm"))
 EXPERTS = {"num_moe_experts": 4, "moe_router_topk": 2}
-VARIANTS = {
-    "gpt2": GPT2_LIKE,
-    "llama": LLAMA_LIKE,
-    "gpt2, untied": GPT2_LIKE | {"share_embeddings_and_output_weights": False},
-    "llama, tied": LLAMA_LIKE | {"share_embeddings_and_output_weights": True},
-    "llama, one query group": LLAMA_LIKE | {"num_query_groups": 1},
-    "llama, bias of queries": LLAMA_LIKE | {"qkv_bias": True},
-    "llama, wide heads": LLAMA_LIKE | {"kv_channels": 24},
-    "llama, no gate": LLAMA_LIKE | {"activation": "squared-relu"},
-    "gpt2, gate": GPT2_LIKE | {"activation": "swiglu"},
-    "no positions": LLAMA_LIKE | {"position_embedding_type": "none"},
-    "experts": LLAMA_LIKE | EXPERTS,
-    "experts with biases": GPT2_LIKE | EXPERTS,
-    "narrow experts": LLAMA_LIKE | EXPERTS | {"moe_ffn_hidden_size": 16},
-}
+VARIANTS = {"gpt2": GPT2_LIKE, "llama": LLAMA_LIKE}
+VARIANTS |= {"gpt2, untied": GPT2_LIKE | {"share_embeddings_and_output_weights": False}}
+VARIANTS |= {"llama, tied": LLAMA_LIKE | {"share_embeddings_and_output_weights": True}}
+VARIANTS |= {"llama, one query group": LLAMA_LIKE | {"num_query_groups": 1}}
+VARIANTS |= {"llama, bias of queries": LLAMA_LIKE | {"qkv_bias": True}}
+VARIANTS |= {"llama, wide heads": LLAMA_LIKE | {"kv_channels": 24}}
+VARIANTS |= {"llama, no gate": LLAMA_LIKE | {"activation": "squared-relu"}}
+VARIANTS |= {"gpt2, gate": GPT2_LIKE | {"activation": "swiglu"}}
+VARIANTS |= {"no positions": LLAMA_LIKE | {"position_embedding_type": "none"}}
+VARIANTS |= {"experts": LLAMA_LIKE | EXPERTS, "experts with biases": GPT2_LIKE | EXPERTS}
+VARIANTS |= {"narrow experts": LLAMA_LIKE | EXPERTS | {"moe_ffn_hidden_size": 16}}
 LORA = {"variant": "canonical", "adapter_dim": 4}
 
 
@@ -96,9 +92,8 @@ VARIANTS |= {f"HF {name}": model.keys for name, model in hugging_face.MODELS.ite
 
 def architecture_of(model, head_outputs=0):
     """Of a model that is built."""
-    return read_architecture(
-        plain_dict(model.cfg, resolve=True), model.padded_vocab_size, head_outputs
-    )
+    cfg = plain_dict(model.cfg, resolve=True)
+    return read_architecture(cfg, model.padded_vocab_size, head_outputs)
 
 
 @some_of("variant", VARIANTS, keep=12)
@@ -138,14 +133,8 @@ def test_number_of_weights_with_adapters(tiny_tokenizer_dir, variant, peft):
     assert weights.merged == sum(linear.weight.numel() for linear, _ in model._adapters)
 
 
-LARGE_LLAMA = LLAMA_LIKE | dict(
-    num_layers=32,
-    hidden_size=4096,
-    ffn_hidden_size=14336,
-    num_attention_heads=32,
-    num_query_groups=8,
-    encoder_seq_length=4096,
-)
+LARGE_LLAMA = LLAMA_LIKE | dict(num_layers=32, hidden_size=4096, ffn_hidden_size=14336)
+LARGE_LLAMA |= dict(num_attention_heads=32, num_query_groups=8, encoder_seq_length=4096)
 
 
 def large(**keys):
@@ -261,10 +250,8 @@ def test_adapters_take_the_place_of_weights():
     tuning = LoRASettings(
         ("attention_qkv",), dim, 32.0, 0.0, "post", "xavier", "zero", None, False, "nemo"
     )
-    lora, w = (
-        replace(LLAMA_8B, lora=tuning),
-        Workload(reference=True, swaps=True, merges=True, rollout_samples=1),
-    )
+    lora = replace(LLAMA_8B, lora=tuning)
+    w = Workload(reference=True, swaps=True, merges=True, rollout_samples=1)
     adapters = 32 * dim * (4096 + 6144)
     for split, own in (
         (Split(), adapters),
@@ -280,20 +267,16 @@ def test_adapters_take_the_place_of_weights():
         merged = 32 * 4096 * 6144 // split.tp // split.pp
         assert memory.phases["generation"]["merged adapters"] == 2 * merged
         # The reference policy is the base; of critic and reward model only adapters change places.
-        assert memory.host == {
-            "reward model": 2 * own,
-            "critic while the reward model computes": 2 * own,
-        }
+        kept = dict.fromkeys(("reward model", "critic while the reward model computes"), 2 * own)
+        assert memory.host == kept
 
 
 def test_a_stage_without_adapters_trains_nothing():
-    tuning = LoRASettings(
-        ("attention_qkv",), 16, 32.0, 0.0, "post", "xavier", "zero", (1,), False, "nemo"
-    )
+    kept = "post", "xavier", "zero", (1,), False, "nemo"
+    tuning = LoRASettings(("attention_qkv",), 16, 32.0, 0.0, *kept)
     lora, split = replace(LLAMA_8B, lora=tuning), Split(pp=2)
-    first, last = (
-        rank_memory(lora, split, stage, Workload()).phases["update"] for stage in (0, 1)
-    )
+    stages = [rank_memory(lora, split, stage, Workload()) for stage in (0, 1)]
+    first, last = (stage.phases["update"] for stage in stages)
     assert first[GRADIENTS] == 4 * 16 * (4096 + 6144)
     assert last[GRADIENTS] == last[OPTIMIZER] == 0
 
@@ -389,13 +372,10 @@ def test_splits_that_a_job_would_refuse_are_no_candidates(model_file, capsys):
     (job,) = plan(capsys, path, "--gpus", "8", "--memory", "80GB", "--job", "sft")["jobs"]
     assert sizes_of(job, "tp") == {(1,), (2,)}  # 6 query groups
     assert sizes_of(job, "pp") == {(1,), (2,)}  # 6 layers
-    arguments = (
-        "model.data.train_ds.global_batch_size=2",
-        "model.data.validation_ds.global_batch_size=2",
-    )
-    (job,) = plan(capsys, path, *arguments, "--gpus", "8", "--memory", "80GB", "--job", "sft")[
-        "jobs"
-    ]
+    parts = "train_ds", "validation_ds"
+    arguments = [f"model.data.{part}.global_batch_size=2" for part in parts]
+    machine = "--gpus", "8", "--memory", "80GB"
+    (job,) = plan(capsys, path, *arguments, *machine, "--job", "sft")["jobs"]
     assert sizes_of(job, "dp") == {(1,), (2,)}  # samples of a global batch
 
 
@@ -432,11 +412,8 @@ def test_an_override_goes_to_the_jobs_that_have_the_key(model_file, capsys):
     arguments = [*given, "--critic", "model.micro_batch_size=2", "--gpus", "8", "--memory", "80GB"]
     actor, critic = plan(capsys, model_file(), *arguments)["jobs"]
     assert actor["overrides"][-2:] == ["model.ppo.rollout_micro_batch_size=4", "model.seed=5"]
-    assert critic["overrides"][-3:] == [
-        "model.loss_clip_val=0.3",
-        "model.seed=5",
-        "model.micro_batch_size=2",
-    ]
+    given = ["model.loss_clip_val=0.3", "model.seed=5", "model.micro_batch_size=2"]
+    assert critic["overrides"][-3:] == given
     assert critic["recommended"]["phases"]["update"]["activations"] > 0
 
 
@@ -464,17 +441,9 @@ def test_micro_batches_by_tokens_hold_so_many_of_the_longest_samples(model_file,
     by_tokens = [f"model.dynamic_micro_batch_tokens={2 * 4096 + 5}"]
     path, machine = model_file(), ("--gpus", "16", "--memory", "80GB")
     jobs = [plan(capsys, path, *given, *machine)["jobs"][0] for given in (by_size, by_tokens)]
-    phases = [
-        {(c["tp"], c["pp"], c["cp"]): c["phases"] for c in job["candidates"] if not c["changes"]}
-        for job in jobs
-    ]
+    whole = [[c for c in job["candidates"] if not c["changes"]] for job in jobs]
+    phases = [{(c["tp"], c["pp"], c["cp"]): c["phases"] for c in each} for each in whole]
     assert phases[0] and phases[0] == phases[1]
-
-
-def test_passes_by_tokens_become_smaller_by_tokens():
-    given = Workload(width=4096, forward_samples=8, by_tokens=True)
-    smaller = replace(given, forward_samples=2)
-    assert pass_keys(ACTOR, smaller, given) == {"model.dynamic_micro_batch_tokens": 8192}
 
 
 @pytest.mark.parametrize("given", [[], [TEACHER]])
@@ -542,18 +511,9 @@ def test_memory_of_a_gpu():
         (["{model}", "--gpus", "8", "--memory", "80GB", "--reserve", "100"], "--reserve=100"),
         (["{model}", "model.wings=2", "--gpus", "8", "--memory", "80GB"], "model.wings"),
         (["{model}", "wings", "--gpus", "8", "--memory", "80GB"], "'wings' is no override"),
-        (
-            ["{model}", "model.global_batch_size=7", "--gpus", "8", "--memory", "80GB"],
-            "no split of 8 GPUs is possible: ",
-        ),
-        (
-            ["{model}", "model.encoder_seq_length=null", *MACHINE, "--job", "dpo"],
-            "model.encoder_seq_length is not set",
-        ),
-        (
-            ["{model}", f"{FRACTION}=abc", *("--gpus", "1"), *MACHINE[2:], "--job", "distill"],
-            f"{FRACTION}='abc'",
-        ),
+        (["{model}", "model.global_batch_size=7", *MACHINE], "no split of 16 GPUs is possible: "),
+        (["{model}", "model.encoder_seq_length=null", *MACHINE, "--job", "dpo"], "is not set"),
+        (["{model}", f"{FRACTION}=abc", *MACHINE, "--job", "distill"], f"{FRACTION}='abc'"),
     ],
 )
 def test_bad_input_is_one_line(model_file, capsys, arguments, message):
@@ -566,16 +526,9 @@ def test_bad_input_is_one_line(model_file, capsys, arguments, message):
 def test_the_text_names_what_counts(model_file, capsys):
     assert main([model_file(), "--gpus", "8", "--memory", "80GB"]) == 0
     text = capsys.readouterr().out
-    for words in (
-        "ACTOR: 8.030 billion weights, 4 GPUs",
-        "CRITIC: 7.505 billion weights, 4 GPUs",
-        "KV cache",
-        "All GPUs of the job together: ",
-        "reference policy",
-        "model.tensor_model_parallel_size=",
-        "train_gpt_ppo_actor.py",
-        "serve_ppo_critic.py",
-    ):
+    jobs = {"ACTOR": 8.030, "CRITIC": 7.505}
+    said = [f"{job}: {weights:.3f} billion weights, 4 GPUs" for job, weights in jobs.items()]
+    for words in (*said, "All GPUs of the job together: ", "serve_ppo_critic.py"):
         assert words in text
 
 
@@ -712,9 +665,8 @@ def test_a_nemo_file(tiny_tokenizer_dir, tmp_path, capsys):
     model.save_to(str(tmp_path / "tiny.nemo"))
     arguments = "model.encoder_seq_length=48", "--gpus", "2", "--memory", "8GB", "--job", "sft"
     (job,) = plan(capsys, str(tmp_path / "tiny.nemo"), *arguments)["jobs"]
-    assert job["weights"] == sum(
-        p.numel() for module in model.unwrapped() for p in module.parameters()
-    )
+    parameters = [p for module in model.unwrapped() for p in module.parameters()]
+    assert job["weights"] == sum(p.numel() for p in parameters)
 
 
 def test_the_command_starts_without_pytorch(model_file):
@@ -728,3 +680,9 @@ def test_the_command_starts_without_pytorch(model_file):
 
 def test_a_pass_over_prompts_is_planned_as_the_engine_makes_it():
     assert PREFILL_TOKENS == engine.PREFILL_TOKENS
+
+
+def test_passes_by_tokens_become_smaller_by_tokens():
+    given = Workload(width=4096, forward_samples=8, by_tokens=True)
+    smaller = replace(given, forward_samples=2)
+    assert pass_keys(ACTOR, smaller, given) == {"model.dynamic_micro_batch_tokens": 8192}

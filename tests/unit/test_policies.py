@@ -19,11 +19,8 @@ from nemo_aligner.models.nlp.gpt.megatron_gpt_policy import (
 from nemo_aligner.training.optim import optimizer_step
 from tests.tiny_models import PPO, logprobs_by_hand, tiny_config
 
-CLASSES = {
-    "ppo": MegatronGPTActorModel,
-    "reinforce": MegatronGPTReinforceActorModel,
-    "rs": MegatronGPTRSModel,
-}
+CLASSES = {"ppo": MegatronGPTActorModel, "reinforce": MegatronGPTReinforceActorModel}
+CLASSES["rs"] = MegatronGPTRSModel
 REDUCTIONS = ["token", "sequence", "microbatch"]
 
 
@@ -176,14 +173,10 @@ def test_settings_of_ppo_arrive_at_the_loss(tiny_tokenizer_dir):
     batch["init_logprobs"] = batch["prev_logprobs"].roll(1, 0)
     logprobs, entropy = logprobs_by_hand(actor, batch["response_tokens"], 1.0)
     names = {"prev_logprobs": "prev_logprobs", "ref_logprobs": "init_logprobs"}
-    expected, metrics = ppo_actor_loss(
-        logprobs=logprobs,
-        advantages=batch["advantages"],
-        **{name: batch[key] for name, key in names.items()},
-        entropy=entropy,
-        weights=loss_weights(batch["mask"]),
-        **settings,
-    )
+    columns = {name: batch[key] for name, key in names.items()}
+    columns |= {"advantages": batch["advantages"], "entropy": entropy}
+    weights = loss_weights(batch["mask"])
+    expected, metrics = ppo_actor_loss(logprobs=logprobs, **columns, weights=weights, **settings)
     assert metrics["ppo_clip_fraction"] > 0 < metrics["dual_clip_fraction"]
     loss, found = actor.get_loss_and_metrics(batch, forward_only=True)
     assert loss == pytest.approx(expected.item(), rel=1e-4)

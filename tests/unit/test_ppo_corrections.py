@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from nemo_aligner.algorithms.ppo_data import correct_for_sampler, treat_covariant_tokens
-from nemo_aligner.core.losses import ppo_actor_loss
-from nemo_aligner.core.surrogates import (
+from nemo_aligner.core.kl import (
     CovarianceSettings,
     SamplerCorrection,
     chosen_tokens,
     correction_factors,
     covariances,
 )
+from nemo_aligner.core.losses import ppo_actor_loss
 from tests.ppo_fakes import make_trainer
 
 ROWS, COLUMNS = 6, 7
@@ -65,9 +65,8 @@ def test_factors_and_metrics_are_those_of_a_loop(weights, reject):
     assert metrics["sampler_weight_mean"] == pytest.approx(sum(every) / len(every), rel=1e-5)
     assert metrics["sampler_weight_max"] == pytest.approx(max(every), rel=1e-5)
     squares = sum(x * x for x in every) * len(every)
-    assert metrics["sampler_effective_samples"] == pytest.approx(
-        sum(every) ** 2 / squares, rel=1e-5
-    )
+    wanted = pytest.approx(sum(every) ** 2 / squares, rel=1e-5)
+    assert metrics["sampler_effective_samples"] == wanted
     assert metrics["sampler_kl"] > 0 and metrics["sampler_kl_reverse"] > 0
 
 
@@ -100,10 +99,8 @@ def test_kls_are_those_of_the_two_distributions():
 def test_a_sampler_that_is_the_trainer_changes_no_bit(level):
     correction = {"weights": level, "cap": 1.0, "reject": level, "low": 0.9999, "high": 1.0001}
     settings = dict(max_steps=2, advantage_estimator="grpo", num_rollouts_per_prompt=2)
-    plain, corrected = (
-        make_trainer(**settings),
-        make_trainer(**settings, sampler_correction=correction),
-    )
+    plain = make_trainer(**settings)
+    corrected = make_trainer(**settings, sampler_correction=correction)
     corrected.model.sampler_offset = -3e-5  # the rounding of its float32
     for trainer in (plain, corrected):
         trainer.fit()
@@ -164,10 +161,8 @@ def test_chosen_tokens_lose_their_gradient_or_get_a_kl():
     assert torch.equal(lost, (MASK != 0) & (treated["advantages"] == 0)) and int(lost.sum()) == 3
     assert not lost[4].any()  # of a response that was cut off
     total, _, treated = loss("kl")
-    naive = sum(
-        -float(advantages[s]) * math.exp(float(logprobs[s] - prev[s]))
-        + float(treated["old_kl_coefs"][s]) * abs(float(logprobs[s] - prev[s]))
-        for s in map(tuple, MASK.nonzero().tolist())
-    )
+    own = lambda s: -float(advantages[s]) * math.exp(float(logprobs[s] - prev[s]))
+    kl = lambda s: float(treated["old_kl_coefs"][s]) * abs(float(logprobs[s] - prev[s]))
+    naive = sum(own(s) + kl(s) for s in map(tuple, MASK.nonzero().tolist()))
     assert float(total) == pytest.approx(naive / int(MASK.sum()), rel=1e-5)
     assert sorted(treated["old_kl_coefs"][MASK != 0].unique().tolist()) == [0.0, 0.5]

@@ -12,24 +12,15 @@ import torch
 from nemo_aligner.algorithms import ppo
 from nemo_aligner.algorithms.ppo_data import with_normalized_rewards
 from nemo_aligner.core.advantages import RunningMoments, calculate_ppo_rewards
-from nemo_aligner.core.masks import create_mask
-from nemo_aligner.core.tensors import sample_seeds
+from nemo_aligner.core.tensors import create_mask, sample_seeds
 from tests.ppo_fakes import NUM_PROMPTS, make_trainer, stopped_and_resumed
 
 NAN = float("nan")
 WIDTH = 9  # S - 1
 # (idx, prompt length, total length, reward) of the responses to three prompts; the last row is a
 # stand-in.
-ROWS = [
-    (7, 2, 6, 1.5),
-    (3, 3, 8, -0.5),
-    (7, 2, 5, 0.25),
-    (3, 3, 10, 2.0),
-    (5, 4, 6, 0.75),
-    (7, 2, 9, -2.5),
-    (5, 4, 5, 0.75),
-    (5, 4, 9, 1000.0),
-]
+ROWS = [(7, 2, 6, 1.5), (3, 3, 8, -0.5), (7, 2, 5, 0.25), (3, 3, 10, 2.0), (5, 4, 6, 0.75)]
+ROWS += [(7, 2, 9, -2.5), (5, 4, 5, 0.75), (5, 4, 9, 1000.0)]
 STAND_IN = 7
 
 
@@ -44,17 +35,11 @@ def scored_rollout(with_values: bool, with_teacher: bool = False) -> dict:
         values = torch.randn(len(ROWS), WIDTH, generator=generator) * scale + shift
         return values.masked_fill(outside, NAN)
 
-    rollout = {
-        "response_tokens": torch.arange(len(ROWS) * (WIDTH + 1)).view(len(ROWS), -1),
-        "idx": idx,
-        "prompt_lengths": prompts,
-        "response_lengths": lengths,
-        "is_end": torch.ones(len(ROWS), dtype=torch.bool),
-        "rewards": rewards,
-        "loss_multiplier": torch.tensor([float(i != STAND_IN) for i in range(len(ROWS))]),
-        "logprobs": random(0.4, -1.5),
-        "init_logprobs": random(0.4, -1.5),
-    }
+    rollout = {"response_tokens": torch.arange(len(ROWS) * (WIDTH + 1)).view(len(ROWS), -1)}
+    rollout |= {"idx": idx, "prompt_lengths": prompts, "response_lengths": lengths}
+    rollout |= {"is_end": torch.ones(len(ROWS), dtype=torch.bool), "rewards": rewards}
+    rollout |= {"loss_multiplier": torch.tensor([float(i != STAND_IN) for i in range(len(ROWS))])}
+    rollout |= {"logprobs": random(0.4, -1.5), "init_logprobs": random(0.4, -1.5)}
     values, teacher = random(0.8, 0.2), random(0.6, -2.0)
     rollout |= {"values": values} if with_values else {}
     return rollout | ({"teacher_logprobs": teacher} if with_teacher else {})
@@ -69,21 +54,18 @@ def naive_data(rollout: dict, cfg: dict, max_response_length: int):
 
     def kl(i, t):
         k1 = float(rollout["logprobs"][i, t]) - float(rollout["init_logprobs"][i, t])
-        estimator = cfg.get("kl_estimator") or (
-            "abs" if cfg.get("use_absolute_kl", False) else "k1"
-        )
-        return {"k1": k1, "abs": abs(k1), "k2": k1 * k1 / 2, "k3": math.exp(-k1) - 1 + k1}[
-            estimator
-        ]
+        default = "abs" if cfg.get("use_absolute_kl", False) else "k1"
+        estimator = cfg.get("kl_estimator") or default
+        kinds = {"k1": k1, "abs": abs(k1), "k2": k1 * k1 / 2, "k3": math.exp(-k1) - 1 + k1}
+        return kinds[estimator]
 
     def scalar_reward(i):
         clip, buffer = cfg.get("reward_clip") or math.inf, cfg.get("overlong_buffer_len", 0)
         reward = max(-clip, min(clip, ROWS[i][3]))
         if buffer:
             over = (max_response_length - buffer) - len(spans[i])
-            penalty = (
-                0 if over >= 0 else -1 if len(spans[i]) > max_response_length else over / buffer
-            )
+            beyond = len(spans[i]) > max_response_length
+            penalty = 0 if over >= 0 else -1 if beyond else over / buffer
             reward += penalty * cfg.get("overlong_penalty_factor", 1.0)
         return reward
 
@@ -102,22 +84,16 @@ def naive_data(rollout: dict, cfg: dict, max_response_length: int):
         def gae(i, lam):  # as a sum over all later columns, not as a recursion
             v, n = values[i], len(spans[i])
             deltas = [rewards[i][t] + gamma * v[t + 1] - v[t] for t in range(n)]
-            return [
-                sum((gamma * lam) ** (k - t) * deltas[k] for k in range(t, n)) for t in range(n)
-            ]
+            to_come = lambda t: sum((gamma * lam) ** (k - t) * deltas[k] for k in range(t, n))
+            return [to_come(t) for t in range(n)]
 
         advantages = {i: gae(i, 0.95) for i in rows}
         of_critic = cfg.get("critic_gae_lambda")
         returns = {i: gae(i, 0.95 if of_critic is None else of_critic) for i in rows}
         returns = {i: [a + v for a, v in zip(returns[i], values[i])] for i in rows}
     elif estimator == "reinforce_plus_plus":
-        advantages = {
-            i: [
-                sum(gamma ** (k - t) * rewards[i][k] for k in range(t, len(rewards[i])))
-                for t in range(len(rewards[i]))
-            ]
-            for i in rows
-        }
+        to_come = lambda row, t: sum(gamma ** (k - t) * row[k] for k in range(t, len(row)))
+        advantages = {i: [to_come(rewards[i], t) for t in range(len(rewards[i]))] for i in rows}
     elif estimator == "teacher":
         advantages = {i: [0.0] * len(spans[i]) for i in rows}
     else:
@@ -140,10 +116,8 @@ def naive_data(rollout: dict, cfg: dict, max_response_length: int):
     if cfg.get("teacher_kl_coef"):
         coef, gamma = cfg["teacher_kl_coef"], cfg.get("teacher_kl_discount", 0.0)
         for i in rows:
-            of_token = [
-                float(rollout["logprobs"][i, t]) - float(rollout["teacher_logprobs"][i, t])
-                for t in spans[i]
-            ]
+            own, theirs = rollout["logprobs"], rollout["teacher_logprobs"]
+            of_token = [float(own[i, t]) - float(theirs[i, t]) for t in spans[i]]
             for t in range(len(of_token)):
                 to_come = sum(gamma ** (k - t) * of_token[k] for k in range(t, len(of_token)))
                 advantages[i][t] -= coef * to_come
@@ -155,21 +129,13 @@ def shifted_and_scaled(rows: dict, keep_mean: bool = False) -> dict:
     every = [x for row in rows.values() for x in row]
     mean = sum(every) / len(every)
     std = math.sqrt(sum((x - mean) ** 2 for x in every) / len(every) + 1e-8)
-    return {
-        i: [(x - mean) / std + (mean if keep_mean else 0) for x in row] for i, row in rows.items()
-    }
+    shift = mean if keep_mean else 0
+    return {i: [(x - mean) / std + shift for x in row] for i, row in rows.items()}
 
 
-EVERYTHING = {
-    "kl_estimator": "k2",
-    "initial_policy_kl_penalty": 0.3,
-    "reward_clip": 1.25,
-    "overlong_buffer_len": 3,
-    "overlong_penalty_factor": 0.5,
-    "whiten_rewards": True,
-    "discount_factor": 0.9,
-    "advantage_clip": 0.8,
-}
+EVERYTHING = {"kl_estimator": "k2", "initial_policy_kl_penalty": 0.3, "reward_clip": 1.25}
+EVERYTHING |= {"overlong_buffer_len": 3, "overlong_penalty_factor": 0.5, "advantage_clip": 0.8}
+EVERYTHING |= {"whiten_rewards": True, "discount_factor": 0.9}
 
 
 @pytest.mark.parametrize(
@@ -217,13 +183,11 @@ def test_data_equal_a_loop_over_plain_numbers(changes):
         assert data["mask"][i].sum() == (0 if i == STAND_IN else length - prompt_length)
         if i == STAND_IN:
             continue
-        assert data["advantages"][i, span].tolist() == pytest.approx(
-            advantages[i], rel=1e-4, abs=1e-5
-        )
+        wanted = pytest.approx(advantages[i], rel=1e-4, abs=1e-5)
+        assert data["advantages"][i, span].tolist() == wanted
         if has_critic:
-            assert data["returns"][i, span].tolist() == pytest.approx(
-                returns[i], rel=1e-4, abs=1e-5
-            )
+            wanted = pytest.approx(returns[i], rel=1e-4, abs=1e-5)
+            assert data["returns"][i, span].tolist() == wanted
     assert has_critic == ("returns" in data) == ("values" in data) == ("values_mean" in metrics)
     assert all(math.isfinite(value) for value in metrics.values())
     assert all(tensor.isfinite().all() for key, tensor in data.items() if key != "advantages")
@@ -265,12 +229,8 @@ def test_equally_rewarded_responses_of_any_length_teach_nothing(estimator):
 
 
 def test_metrics_say_what_was_clipped_and_taken_off():
-    settings = {
-        "reward_clip": 1.0,
-        "overlong_buffer_len": 4,
-        "advantage_clip": 1e-3,
-        "initial_policy_kl_penalty": 0.5,
-    }
+    settings = {"reward_clip": 1.0, "overlong_buffer_len": 4, "advantage_clip": 1e-3}
+    settings["initial_policy_kl_penalty"] = 0.5
     _, metrics = make_trainer(
         max_response_length=6, kl_estimator="k2", **settings
     ).generate_ppo_data(scored_rollout(True))
@@ -337,13 +297,9 @@ def test_without_a_critic_a_run_has_no_values(estimator):
 
 
 def test_adaptive_penalty_follows_the_kl_and_is_resumed():
-    settings = dict(
-        adaptive_kl={"enable": True, "target": 1e-9, "horizon": 40},
-        kl_estimator="k2",
-        initial_policy_kl_penalty=0.2,
-        val_check_interval=1,
-        save_interval=1,
-    )
+    adaptive = {"enable": True, "target": 1e-9, "horizon": 40}
+    settings = dict(adaptive_kl=adaptive, kl_estimator="k2", initial_policy_kl_penalty=0.2)
+    settings |= dict(val_check_interval=1, save_interval=1)
     whole = make_trainer(critic_warmup_steps=2, **settings)
     whole.fit()
     used = [value for _, value in whole.logger.series("train_rollouts/kl_penalty")]
@@ -386,10 +342,9 @@ def test_weights_of_samples_multiply_their_advantages():
     weights = torch.tensor([0.5, 1.0, 2.0, 0.0, 3.0, 1.0, 1.0, 0.0])
     weighted, _ = trainer.generate_ppo_data(batch | {"loss_multiplier": weights})
     compared_without_row_3 = [0, 2, 4, 5, 6, 7]
-    torch.testing.assert_close(
-        weighted["advantages"][compared_without_row_3],
-        (plain * weights[:, None])[compared_without_row_3],
-    )
+    found, wanted = weighted["advantages"], plain * weights[:, None]
+    compared = compared_without_row_3
+    torch.testing.assert_close(found[compared], wanted[compared])
     assert not weighted["mask"][3].any()
 
 
@@ -408,10 +363,7 @@ def test_target_kl_skips_the_other_updates_of_the_rollout():
     assert trainer.logger.series("train_optim/updates_skipped") == [(done, 6 - done)]
     assert [value for _, value in trainer.logger.series("train_optim/approx_kl")] == kl[:done]
     # The update is brought to its end.
-    assert trainer.events[-2:] == [
-        "finish_training",
-        "critic_train_result",
-    ]
+    assert trainer.events[-2:] == ["finish_training", "critic_train_result"]
 
     trainer = make_trainer(ppo_epochs=2, target_kl=0.0)
     trainer.fit()  # only the first update of each rollout finds no distance
@@ -447,9 +399,8 @@ def test_kl_in_the_loss_brings_the_references_log_probs():
     for batch in trainer.model.batches:
         on_responses = batch["mask"].bool()
         reference = trainer.model._logprobs(batch["response_tokens"], 0.0)
-        torch.testing.assert_close(
-            batch["init_logprobs"][on_responses], reference[on_responses], rtol=0, atol=0
-        )
+        found, wanted = batch["init_logprobs"][on_responses], reference[on_responses]
+        torch.testing.assert_close(found, wanted, rtol=0, atol=0)
         assert (batch["init_logprobs"][~on_responses] == 0).all()
     # Measured, but not in the reward.
     assert dict(trainer.logger.series("train_rollouts/init_policy_kl"))[2] > 0

@@ -33,10 +33,10 @@ GRPO = long("GRPO")
 
 
 def test_names_of_choices_are_those_of_the_math():
-    from nemo_aligner.core import advantages, kl, surrogates
+    from nemo_aligner.core import advantages, kl
 
     assert estimators.KL_ESTIMATORS == kl.KL_ESTIMATORS
-    assert estimators.POLICY_LOSSES == tuple(surrogates.SURROGATES)
+    assert estimators.POLICY_LOSSES == tuple(kl.SURROGATES)
     named = {*advantages.TOKEN_ESTIMATORS, *advantages.RESPONSE_ESTIMATORS}
     assert set(estimators.ADVANTAGE_ESTIMATORS) == named
 
@@ -147,9 +147,7 @@ def test_variants_that_work_pass_without_a_note(tmp_path, overrides):
 
 
 @pytest.mark.parametrize(("overrides", "words", "remedy"), REFUSED)
-def test_variants_that_cannot_work_are_refused_and_the_remedy_works(
-    tmp_path, overrides, words, remedy
-):
+def test_variants_that_cannot_work_and_that_remedies_do(tmp_path, overrides, words, remedy):
     with says(ConfigError, *long(words).split(" & ")):
         check("gpt_ppo_actor", tmp_path, *long(overrides).split("; "))
     if remedy:

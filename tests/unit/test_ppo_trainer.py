@@ -17,8 +17,7 @@ from nemo_aligner.core.types import Scores
 from nemo_aligner.training.stop_requests import stop_requests
 from tests import ppo_fakes
 from tests.ppo_fakes import fit_until_stopped, make_trainer
-from tests.reinforce_fakes import make_reinforce_trainer
-from tests.rs_fakes import make_rs_trainer
+from tests.rs_fakes import make_reinforce_trainer, make_rs_trainer
 
 NAN = float("nan")
 
@@ -28,16 +27,13 @@ both = pytest.mark.parametrize("make, name", [(make_trainer, "ppo"), (make_rs_tr
 def test_stand_ins_for_unusable_prompts_are_left_out_of_the_means():
     rollout = {
         "response_lengths": torch.tensor([4, 6, 90]),
-        "prompt_lengths": torch.tensor([2, 2, 2]),
-        "is_end": torch.tensor([True, True, False]),
-        "loss_multiplier": torch.tensor([1.0, 1.0, 0.0]),
+        "prompt_lengths": torch.tensor([2] * 3),
     }
+    rollout["is_end"] = torch.tensor([True, True, False])
+    rollout["loss_multiplier"] = torch.tensor([1.0, 1.0, 0.0])
     metrics = compute_rollout_metrics(rollout, Scores(torch.tensor([1.0, 1.0, -5.0])))
-    assert (
-        metrics["rewards"] == 1.0
-        and metrics["generation_length"] == 3.0
-        and metrics["rollout_size"] == 3
-    )
+    assert metrics["rewards"] == 1.0
+    assert metrics["generation_length"] == metrics["rollout_size"] == 3
     assert metrics["fraction_of_samples_properly_ended"] == 1.0
 
 
@@ -80,13 +76,8 @@ def test_run_counts_steps_and_logs_by_family():
     trainer = make_trainer()
     trainer.fit()
     state = trainer.state_dict()
-    assert state == {
-        "step": 3,
-        "consumed_samples": 24,
-        "epoch": 1,
-        "ppo_optimization_step": 6,
-        "num_rollout_samples": 8,
-    }
+    wanted = {"step": 3, "consumed_samples": 24, "epoch": 1, "ppo_optimization_step": 6}
+    assert state == {**wanted, "num_rollout_samples": 8}
     assert all(type(value) is int for value in state.values())
     assert trainer.scheduler.num_steps == 6
     logger = trainer.logger
@@ -160,12 +151,9 @@ def test_every_future_is_awaited_and_a_critic_update_before_the_next_request():
         pending = (pending or event == "critic_train") and event != "critic_train_result"
 
 
-RESUMED = {
-    "ppo": (make_trainer, {}),
-    "grpo": (make_trainer, {"advantage_estimator": "grpo", "num_rollouts_per_prompt": 2}),
-    "reinforce": (make_reinforce_trainer, {}),
-    "rs": (make_rs_trainer, {"max_epochs": 2}),
-}
+GROUPS = {"advantage_estimator": "grpo", "num_rollouts_per_prompt": 2}
+RESUMED = {"ppo": (make_trainer, {}), "grpo": (make_trainer, GROUPS)}
+RESUMED |= {"reinforce": (make_reinforce_trainer, {}), "rs": (make_rs_trainer, {"max_epochs": 2})}
 
 
 @pytest.mark.parametrize("kind", RESUMED)
@@ -220,11 +208,9 @@ def test_resume_with_other_steps_is_refused(make, name):
     state = make(rollout_size=8).state_dict()
     assert state["num_rollout_samples"] == 8
     other = make(rollout_size=12)
-    with pytest.raises(
-        UserError,
-        match=f"model.{name}.num_rollout_samples=12, but .* a job with 8: .* Set "
-        f"model.{name}.num_rollout_samples=8, or start again from .*nemo",
-    ):
+    key = f"model.{name}.num_rollout_samples"
+    said = f"{key}=12, but .* a job with 8: .* Set {key}=8, or start again from .*nemo"
+    with pytest.raises(UserError, match=said):
         other.load_state_dict(state | {"step": 1})
     assert other.step == 0
     del state["num_rollout_samples"]  # an older checkpoint does not say
@@ -235,27 +221,22 @@ def test_resume_with_other_steps_is_refused(make, name):
 def test_warm_up_trains_the_critic_only_and_gives_its_prompts_back():
     positions = []
     builder = functools.partial(ppo_fakes.dataloader_builder, 8, seen=positions)
-    warm, cold = (
-        make_trainer(critic_warmup_steps=4, max_steps=2, builder=builder),
-        make_trainer(max_steps=2),
-    )
+    warm = make_trainer(critic_warmup_steps=4, max_steps=2, builder=builder)
+    cold = make_trainer(max_steps=2)
     warm.fit()
     cold.fit()
     # The constructor looks once; four warm-up rollouts (the fourth starts over), then the actor's
     # two.
     assert positions == [0, 0, 8, 16, 0, 0, 8]
     assert len(warm.rm_critic.train_batches) == 6
-    assert (
-        warm.events.index("update")
-        > [i for i, e in enumerate(warm.events) if e == "critic_train_result"][3]
-    )
+    awaited = [i for i, e in enumerate(warm.events) if e == "critic_train_result"]
+    assert warm.events.index("update") > awaited[3]
     assert warm.state_dict() == cold.state_dict()
     # The actor's data are those of a run without warm-up; the warm-up's own responses to the same
     # prompts are others.
     assert list(map(batch_rows, warm.model.batches)) == list(map(batch_rows, cold.model.batches))
-    assert batch_rows(warm.rm_critic.train_batches[0]) != batch_rows(
-        warm.rm_critic.train_batches[4]
-    )
+    batches = warm.rm_critic.train_batches
+    assert batch_rows(batches[0]) != batch_rows(batches[4])
     assert [step for step, _ in warm.logger.series("critic_warmup/critic_loss")] == [0, 1, 2, 3]
 
 
@@ -271,11 +252,8 @@ def test_ppo_epochs_pass_over_the_rollout_in_other_orders():
     assert list(map(batch_rows, passes[0])) == list(map(batch_rows, once.model.batches))
     assert len({tuple(batch_rows(batches[0])) for batches in passes}) == 3
     # Rows stay whole: with their tokens travel their own advantages.
-    advantage = {
-        tuple(row.tolist()): a
-        for b in passes[0]
-        for row, a in zip(b["response_tokens"], b["advantages"])
-    }
+    rows = [pair for b in passes[0] for pair in zip(b["response_tokens"], b["advantages"])]
+    advantage = {tuple(row.tolist()): a for row, a in rows}
     for batch in thrice.model.batches:
         for row, value in zip(batch["response_tokens"], batch["advantages"]):
             torch.testing.assert_close(value, advantage[tuple(row.tolist())], rtol=0, atol=0)
@@ -330,24 +308,12 @@ REFUSED = [
     (make_trainer, {"model_gbs": 3}, "samples=8 is not a multiple of model.global_batch_size=3"),
     (make_trainer, {"ppo_epochs": 0}, "ppo_epochs=0"),
     (make_trainer, {"max_epochs": 2}, "trainer.ppo.max_epochs=2 needs a random sampler"),
-    (
-        make_trainer,
-        {"advantage_estimator": "gro"},
-        "advantage_estimator='gro' must be one of gae, ",
-    ),
+    (make_trainer, {"advantage_estimator": "gro"}, "estimator='gro' must be one of gae, "),
     (make_trainer, {**GRPO, "dynamic_sampling_rounds": 2}, "rounds=2 .* random sampler"),
-    (
-        make_rs_trainer,
-        {"responses": 2, "top_n": 3},
-        "top_n_rollouts=3 must be from 1 to .*prompt=2",
-    ),
+    (make_rs_trainer, {"responses": 2, "top_n": 3}, "top_n_rollouts=3 must be from 1 to "),
     (make_rs_trainer, {"model_gbs": 6}, f"model.rs.num_rollout_samples=8 x {TOP_N}"),
     (make_rs_trainer, {"micro_batch_size": 3}, "8 .* is not a multiple of 3"),
-    (
-        make_reinforce_trainer,
-        {"num_rollouts_per_prompt": 1},
-        "num_rollouts_per_prompt=1; raise it",
-    ),
+    (make_reinforce_trainer, {"num_rollouts_per_prompt": 1}, "num_rollouts_per_prompt=1; raise"),
     (make_reinforce_trainer, {"model_gbs": 5}, "samples=8 x trainer.reinforce.num_rollouts"),
 ]
 
@@ -405,14 +371,9 @@ def test_ppo_data_of_the_worked_example(fill):
     close(data["returns"][0, 2:5], torch.tensor([1.843995, 1.922100, 1.998000]))
     close(data["values"][0, 2:5], torch.tensor([0.3, 0.4, 0.5]))
     close(data["prev_logprobs"][0, 2:5], torch.tensor([-1.3, -0.6, -0.5]))
-    expected = {
-        "init_policy_kl": 0.5 / 3,
-        "rewards_with_kl": 1.995 / 3,
-        "advantages_mean": 1.521365,
-        "advantages_std": math.sqrt(3.52858e-4),
-        "returns_mean": 5.764095 / 3,
-        "values_mean": 0.4,
-    }
+    expected = {"init_policy_kl": 0.5 / 3, "rewards_with_kl": 1.995 / 3, "values_mean": 0.4}
+    expected |= {"advantages_mean": 1.521365, "advantages_std": math.sqrt(3.52858e-4)}
+    expected["returns_mean"] = 5.764095 / 3
     for name, value in expected.items():
         assert metrics[name] == pytest.approx(value, abs=2e-6), name
     assert all(torch.isfinite(data[key]).all() for key in ("returns", "values", "prev_logprobs"))
@@ -479,11 +440,7 @@ def test_a_kl_in_reward_and_loss_is_warned_of(warnings):
 )
 def test_a_coefficient_in_the_loss_that_is_no_beta_is_warned_of(settings, rescaled_by, warnings):
     for coefficient in (0.0, 0.1):
-        make_trainer(
-            initial_policy_kl_penalty=0.0,
-            kl_loss_coef=coefficient,
-            num_rollouts_per_prompt=2,
-            **settings,
-        )
+        own = {"kl_loss_coef": coefficient, "num_rollouts_per_prompt": 2, **settings}
+        make_trainer(initial_policy_kl_penalty=0.0, **own)
         assert len(warnings) == bool(coefficient and rescaled_by)
     assert not rescaled_by or f"trainer.ppo.{rescaled_by} divides" in warnings[0]

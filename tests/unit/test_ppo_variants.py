@@ -51,30 +51,18 @@ def poisoned(b):
 def our_loss(kind, b, weights, x, rows=slice(None), estimator="k3", dual_clip=DUAL):
     """(loss, metrics) of some rows; x [N, W] carries the gradient."""
     if kind == "critic":
-        return ppo_critic_loss(
-            values=x[rows],
-            prev_values=b.prev_values[rows],
-            returns=b.returns[rows],
-            weights=weights[rows],
-            loss_clip_val=VALUE_CLIP,
-        )
+        others = {"prev_values": b.prev_values[rows], "returns": b.returns[rows]}
+        others |= {"weights": weights[rows], "loss_clip_val": VALUE_CLIP}
+        return ppo_critic_loss(values=x[rows], **others)
     if kind == "sft":
         return sft_loss(logprobs=x[rows], weights=weights[rows])
     if kind == "regression":
         return regression_loss(predictions=x[rows], labels=b.returns[rows], weights=weights[rows])
-    return ppo_actor_loss(
-        logprobs=x[rows],
-        prev_logprobs=b.prev[rows],
-        advantages=b.advantages[rows],
-        weights=weights[rows],
-        ratio_eps=EPS,
-        dual_clip=dual_clip,
-        ref_logprobs=b.ref[rows],
-        kl_loss_coef=COEF,
-        kl_loss_estimator=estimator,
-        entropy=b.entropy[rows],
-        entropy_bonus=BONUS,
-    )
+    parts = {"logprobs": x[rows], "prev_logprobs": b.prev[rows], "advantages": b.advantages[rows]}
+    parts |= {"weights": weights[rows], "ratio_eps": EPS, "dual_clip": dual_clip}
+    parts |= {"ref_logprobs": b.ref[rows], "kl_loss_coef": COEF, "kl_loss_estimator": estimator}
+    parts |= {"entropy": b.entropy[rows], "entropy_bonus": BONUS}
+    return ppo_actor_loss(**parts)
 
 
 def slot_loss(kind, b, x, row, t, estimator="k3"):
@@ -94,12 +82,8 @@ def slot_loss(kind, b, x, row, t, estimator="k3"):
     if advantage < 0:
         objective = max(objective, DUAL * advantage)
     log_ratio = x - get["ref"]
-    kl = {
-        "k1": log_ratio,
-        "abs": abs(log_ratio),
-        "k2": log_ratio**2 / 2,
-        "k3": math.exp(-log_ratio) - 1 + log_ratio,
-    }[estimator]
+    kl = {"k1": log_ratio, "abs": abs(log_ratio), "k2": log_ratio**2 / 2}
+    kl = (kl | {"k3": math.exp(-log_ratio) - 1 + log_ratio})[estimator]
     return -objective + COEF * kl - BONUS * get["entropy"]
 
 
@@ -110,14 +94,9 @@ def mean(numbers):
 
 def naive_loss(kind, b, x, reduction, num_ranks, micro_batch_size, estimator="k3"):
     """x: list of lists. The rows of a rank are consecutive, and so are those of a micro-batch."""
-    slots = {
-        row: [
-            slot_loss(kind, b, x[row][t], row, t, estimator)
-            for t in range(len(x[0]))
-            if b.mask[row, t]
-        ]
-        for row in range(len(x))
-    }
+    kept = {row: [t for t in range(len(x[0])) if b.mask[row, t]] for row in range(len(x))}
+    loss = lambda row, t: slot_loss(kind, b, x[row][t], row, t, estimator)
+    slots = {row: [loss(row, t) for t in columns] for row, columns in kept.items()}
     if reduction == "token":
         return mean(value for values in slots.values() for value in values)
     if reduction == "sequence":
@@ -159,9 +138,8 @@ def distributed_loss(kind, b, reduction, num_ranks, micro_batch_size, estimator=
         x = values.clone().requires_grad_()
         total = 0.0
         for first in range(start, start + per_rank, micro_batch_size):
-            loss, _ = our_loss(
-                kind, b, weights, x, slice(first, first + micro_batch_size), estimator
-            )
+            rows = slice(first, first + micro_batch_size)
+            loss, _ = our_loss(kind, b, weights, x, rows, estimator)
             loss.backward()
             total += loss.item()
         return total, x.grad
@@ -198,14 +176,9 @@ def test_loss_and_gradient_of_any_split_are_those_of_the_loop(kind, reduction):
 def test_a_ratio_beyond_float32_leaves_no_nan(advantage):
     """exp(200) is no float32; clipped slots must still have gradient 0."""
     logprobs = torch.tensor([[0.0]], requires_grad=True)
-    loss, _ = ppo_actor_loss(
-        logprobs=logprobs,
-        prev_logprobs=torch.tensor([[-200.0]]),
-        advantages=torch.tensor([[advantage]]),
-        weights=torch.ones(1, 1),
-        ratio_eps=EPS,
-        dual_clip=3.0,
-    )
+    given = {"prev_logprobs": torch.tensor([[-200.0]]), "advantages": torch.tensor([[advantage]])}
+    options = {"weights": torch.ones(1, 1), "ratio_eps": EPS, "dual_clip": 3.0}
+    loss, _ = ppo_actor_loss(logprobs=logprobs, **given, **options)
     loss.backward()
     assert loss.item() == pytest.approx({2.0: -2.4, 0.0: 0.0, -2.0: 6.0}[advantage])
     assert logprobs.grad.item() == 0
@@ -246,43 +219,29 @@ def test_metrics_against_a_loop():
         ("scaled_entropy", BONUS * entropy),
     ]:
         assert metrics[name].item() == pytest.approx(expected / count, rel=1e-4, abs=1e-6), name
-    assert critic_metrics["value_clip_fraction"].item() == pytest.approx(
-        value_clipped / count, rel=1e-5
-    )
+    share = critic_metrics["value_clip_fraction"].item()
+    assert share == pytest.approx(value_clipped / count, rel=1e-5)
 
 
 def test_entropy_is_reported_without_a_bonus_and_has_no_gradient_then():
     entropy = torch.tensor([[0.7, NAN]], requires_grad=True)
-    loss, metrics = ppo_actor_loss(
-        logprobs=torch.zeros(1, 2),
-        prev_logprobs=torch.zeros(1, 2),
-        advantages=torch.ones(1, 2),
-        weights=torch.tensor([[1.0, 0.0]]),
-        ratio_eps=EPS,
-        entropy=entropy,
-    )
+    zeros, weights = torch.zeros(1, 2), torch.tensor([[1.0, 0.0]])
+    given = {"logprobs": zeros, "prev_logprobs": zeros, "advantages": torch.ones(1, 2)}
+    loss, metrics = ppo_actor_loss(**given, weights=weights, ratio_eps=EPS, entropy=entropy)
     assert loss.item() == -1.0
-    assert (
-        metrics["entropy"].item() == pytest.approx(0.7) and metrics["scaled_entropy"].item() == 0
-    )
+    assert metrics["entropy"].item() == pytest.approx(0.7)
+    assert metrics["scaled_entropy"].item() == 0
     assert not loss.requires_grad
 
 
 def test_what_cannot_be_is_refused():
     b = make()
     weights = loss_weights(b.mask)
-    for options, words in (
-        ({"dual_clip": 1.0}, "dual_clip=1.0 must be above 1"),
-        ({"estimator": "k4"}, "KL estimator 'k4' is unknown; choose one of k1, abs, k2, k3"),
-    ):
+    unknown = "KL estimator 'k4' is unknown; choose one of k1, abs, k2, k3"
+    cases = ({"dual_clip": 1.0}, "dual_clip=1.0 must be above 1"), ({"estimator": "k4"}, unknown)
+    for options, words in cases:
         with pytest.raises(ValueError, match=words):
             our_loss("actor", b, weights, b.logprobs, **options)
     with pytest.raises(ValueError, match="kl_loss_coef=0.1 needs the log-probs of the reference"):
-        ppo_actor_loss(
-            logprobs=b.logprobs,
-            prev_logprobs=b.prev,
-            advantages=b.advantages,
-            weights=weights,
-            ratio_eps=EPS,
-            kl_loss_coef=0.1,
-        )
+        given = {"logprobs": b.logprobs, "prev_logprobs": b.prev, "advantages": b.advantages}
+        ppo_actor_loss(**given, weights=weights, ratio_eps=EPS, kl_loss_coef=0.1)

@@ -47,10 +47,8 @@ def naive(logprobs, ref_logprobs, mask, valid, gaps, name, smoothing, average, s
     for pair in range(PAIRS):
         if not valid[pair]:
             continue
-        chosen, rejected = (
-            total(row, logprobs, average) - total(row, ref_logprobs, average)
-            for row in (2 * pair, 2 * pair + 1)
-        )
+        ratio = lambda row: total(row, logprobs, average) - total(row, ref_logprobs, average)
+        chosen, rejected = ratio(2 * pair), ratio(2 * pair + 1)
         d, g = chosen - rejected, gaps[pair].double()
         p, q = s(g), s(BETA * d)
         loss = {
@@ -69,29 +67,20 @@ def naive(logprobs, ref_logprobs, mask, valid, gaps, name, smoothing, average, s
 def test_loss_and_gradient_are_those_of_a_naive_loop(name, average):
     logprobs, ref_logprobs, mask, valid, gaps = batch()
     theirs = logprobs.clone().requires_grad_()
-    expected = naive(
-        theirs, ref_logprobs, mask, valid, gaps, name, 0.15, average, 0.3, not average
-    )
+    settings = name, 0.15, average, 0.3, not average
+    expected = naive(theirs, ref_logprobs, mask, valid, gaps, *settings)
     expected.backward()
 
     unused = (mask == 0) | (valid.repeat_interleave(2) == 0)[:, None]
     ours, reference = (torch.where(unused, torch.nan, x).float() for x in (logprobs, ref_logprobs))
     ours.requires_grad_()
     gaps[EMPTY] = torch.nan
-    loss, metrics = dpo_loss(
-        logprobs=ours,
-        ref_logprobs=reference,
-        mask=mask,
-        weights=loss_weights(valid),
-        beta=BETA,
-        preference_loss=name,
-        label_smoothing=0.15,
-        average_log_probs=average,
-        reward_gaps=gaps,
-        preference_loss_weight=0.8,
-        sft_loss_weight=0.3,
-        sft_average_log_probs=not average,
-    )
+    parts = {"logprobs": ours, "ref_logprobs": reference, "mask": mask}
+    parts |= {"weights": loss_weights(valid), "beta": BETA, "preference_loss": name}
+    parts |= {"label_smoothing": 0.15, "average_log_probs": average, "reward_gaps": gaps}
+    parts |= {"preference_loss_weight": 0.8, "sft_loss_weight": 0.3}
+    parts |= {"sft_average_log_probs": not average}
+    loss, metrics = dpo_loss(**parts)
     loss.backward()
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
     torch.testing.assert_close(ours.grad.double(), theirs.grad, atol=1e-6, rtol=1e-4)
@@ -101,13 +90,8 @@ def test_loss_and_gradient_are_those_of_a_naive_loop(name, average):
 def test_metrics_by_hand():
     logprobs = torch.tensor([[-1.0, -1.0], [-2.0, -9.0], [-3.0, -3.0], [-1.0, -1.0]])
     mask = torch.tensor([[1, 1], [1, 0], [1, 1], [1, 1]])
-    _, metrics = dpo_loss(
-        logprobs=logprobs,
-        ref_logprobs=torch.full_like(logprobs, -2.0),
-        mask=mask,
-        weights=torch.full((2,), 0.5),
-        beta=1.0,
-    )
+    given = {"logprobs": logprobs, "ref_logprobs": torch.full_like(logprobs, -2.0)}
+    _, metrics = dpo_loss(**given, mask=mask, weights=torch.full((2,), 0.5), beta=1.0)
     metrics = {key: float(value) for key, value in metrics.items()}
     reward_statistics(metrics)  # rewards: 2 against 0, -2 against 2
     assert metrics["acc"] == 0.5
@@ -122,15 +106,9 @@ def test_metrics_by_hand():
 def test_large_differences_stay_finite(name):
     for sign, gap in itertools.product((-1, 1), (-500.0, 500.0)):
         logprobs = torch.tensor([[sign * 400.0], [-sign * 400.0]], requires_grad=True)
-        loss, _ = dpo_loss(
-            logprobs=logprobs,
-            ref_logprobs=torch.zeros(2, 1),
-            mask=torch.ones(2, 1),
-            weights=torch.ones(1),
-            beta=1.0,
-            preference_loss=name,
-            reward_gaps=torch.tensor([gap]),
-        )
+        ones = {"mask": torch.ones(2, 1), "weights": torch.ones(1), "beta": 1.0}
+        given = {"ref_logprobs": torch.zeros(2, 1), "reward_gaps": torch.tensor([gap])}
+        loss, _ = dpo_loss(logprobs=logprobs, preference_loss=name, **given, **ones)
         loss.backward()
         assert loss.isfinite() and logprobs.grad.isfinite().all()
 
@@ -138,19 +116,13 @@ def test_large_differences_stay_finite(name):
 # Overrides of keys below `model.`, and the message.
 REFUSED = {
     "dpo": [
-        (
-            "dpo.label_smoothing=0.1 dpo.preference_loss=ipo",
-            "belongs to model.dpo.preference_loss=dpo, not .*=ipo",
-        ),
+        ("dpo.label_smoothing=0.1 dpo.preference_loss=ipo", "preference_loss=dpo, not .*=ipo"),
         ("dpo.preference_loss_weight=0", "both 0: nothing would be learned"),
         ("data.data_impl=mmap", "where a response begins"),
         ("dpo.ref_log_probs_dir=True", "ref_log_probs_dir=True must be a text"),
     ],
     "kto": [
-        (
-            "kto.desirable_loss_weight=0 kto.undesirable_loss_weight=0",
-            "both 0: nothing would be learned",
-        ),
+        ("kto.desirable_loss_weight=0 kto.undesirable_loss_weight=0", "nothing would be learned"),
         ("kto.preference_loss_weight=0", "both 0: nothing would be learned"),
         ("data.data_impl=mmap", "where a response begins"),
     ],

@@ -121,9 +121,7 @@ class Chat(Pieces):
         ([3, EOS], "\n", [1], ""),
     ],
 )
-def test_the_function_can_count_the_steps_in_the_text_that_it_gets(
-    response, step_end, places, text
-):
+def test_the_function_can_count_the_steps_of_its_text(response, step_end, places, text):
     assert steps_of(Chat(), response, step_end) == (text, places)
     *ended, rest = text.split(step_end)
     assert len(places) == len(ended) + bool(rest.strip() or not ended)
@@ -360,9 +358,8 @@ def naive_advantages(rollout: dict, estimator: str, steps: bool, beta: float, cl
         if estimator == "gae":
             v = [float(rollout["values"][i, t]) for t in spans[i]] + [0.0]
             deltas = [rewards[i][t] + v[t + 1] - v[t] for t in range(n)]
-            advantages[i] = [
-                sum(0.95 ** (k - t) * deltas[k] for k in range(t, n)) for t in range(n)
-            ]
+            to_come = lambda t, d=deltas, n=n: sum(0.95 ** (k - t) * d[k] for k in range(t, n))
+            advantages[i] = [to_come(t) for t in range(n)]
         elif steps:
 
             def step_rewards(j):
@@ -376,10 +373,8 @@ def naive_advantages(rollout: dict, estimator: str, steps: bool, beta: float, cl
             every = [reward for j in same for reward in step_rewards(j).values()]
             mean = sum(every) / len(every)
             std = math.sqrt(sum((x - mean) ** 2 for x in every) / max(len(every) - 1, 1))
-            advantages[i] = [
-                sum((x - mean) / (std + 1e-6) for k, x in step_rewards(i).items() if k >= t)
-                for t in range(n)
-            ]
+            scaled = {k: (x - mean) / (std + 1e-6) for k, x in step_rewards(i).items()}
+            advantages[i] = [sum(x for k, x in scaled.items() if k >= t) for t in range(n)]
         else:
             sums = [sum(rewards[j]) for j in same]
             mine = sum(rewards[i])
@@ -399,30 +394,21 @@ def naive_advantages(rollout: dict, estimator: str, steps: bool, beta: float, cl
     [("gae", "sum"), ("rloo", "sum"), ("grpo", "sum"), ("grpo", "steps")],
 )
 def test_advantages_equal_a_loop_over_plain_numbers(estimator, process_rewards, clip):
-    trainer = make_trainer(
-        advantage_estimator=estimator,
-        process_rewards=process_rewards,
-        initial_policy_kl_penalty=0.3,
-        normalize_advantages=False,
-        reward_clip=clip,
-    )
+    settings = {"advantage_estimator": estimator, "process_rewards": process_rewards}
+    settings |= {"initial_policy_kl_penalty": 0.3, "normalize_advantages": False}
+    trainer = make_trainer(**settings, reward_clip=clip)
     rollout = with_token_rewards(scored_rollout(estimator == "gae"))
     data, metrics = trainer.generate_ppo_data(rollout)
-    expected = naive_advantages(
-        rollout, estimator, process_rewards == "steps", 0.3, clip or math.inf
-    )
+    settings = process_rewards == "steps", 0.3, clip or math.inf
+    expected = naive_advantages(rollout, estimator, *settings)
     for i, advantages in expected.items():
         span = slice(ROWS[i][1] - 1, ROWS[i][2] - 1)
-        assert data["advantages"][i, span].tolist() == pytest.approx(
-            advantages, rel=1e-4, abs=1e-5
-        )
+        wanted = pytest.approx(advantages, rel=1e-4, abs=1e-5)
+        assert data["advantages"][i, span].tolist() == wanted
     assert data["mask"][STAND_IN].sum() == 0
     assert all(math.isfinite(value) for value in metrics.values())
-    counted = sum(
-        not math.isnan(float(rollout["token_rewards"][i, t]))
-        for i in expected
-        for t in range(ROWS[i][1] - 1, ROWS[i][2] - 1)
-    )
+    spans = {i: slice(ROWS[i][1] - 1, ROWS[i][2] - 1) for i in expected}
+    counted = sum(int((~rollout["token_rewards"][i, s].isnan()).sum()) for i, s in spans.items())
     assert metrics["rewards_per_response"] == pytest.approx(counted / len(expected))
 
 
@@ -440,16 +426,11 @@ def test_one_reward_at_the_end_is_the_reward_of_the_response():
 def test_process_supervision_by_hand():
     """Section 4.1.3 of arXiv:2402.03300: two responses with the step rewards 1, 0 and 1."""
     token_rewards = torch.tensor([[NAN, 1.0, NAN, 0.0], [NAN, NAN, 1.0, NAN]])
-    rollout = {
-        "response_tokens": torch.ones(2, 5, dtype=torch.long),
-        "prompt_lengths": torch.tensor([1, 2]),
-        "response_lengths": torch.tensor([5, 5]),
-        "is_end": torch.ones(2, dtype=torch.bool),
-        "idx": torch.tensor([4, 4]),
-        "rewards": torch.tensor([1.0, 1.0]),
-        "token_rewards": token_rewards,
-        "logprobs": torch.zeros(2, 4),
-    }
+    rollout = {"response_tokens": torch.ones(2, 5, dtype=torch.long)}
+    rollout |= {"prompt_lengths": torch.tensor([1, 2]), "response_lengths": torch.tensor([5, 5])}
+    rollout |= {"is_end": torch.ones(2, dtype=torch.bool), "idx": torch.tensor([4, 4])}
+    rollout |= {"rewards": torch.tensor([1.0, 1.0]), "token_rewards": token_rewards}
+    rollout |= {"logprobs": torch.zeros(2, 4)}
     trainer = make_trainer(
         advantage_estimator="grpo", process_rewards="steps", initial_policy_kl_penalty=0.0
     )

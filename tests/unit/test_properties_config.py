@@ -16,22 +16,11 @@ from nemo_aligner.core.errors import ConfigError
 from tests.properties import tried
 from tests.unit.test_config_checks import load
 
-LEAVES = (
-    st.none()
-    | st.booleans()
-    | st.integers(-3, 9)
-    | st.integers()
-    | st.floats()
-    | st.text("aZ09_./-:é ", max_size=6)
-)
-VALUES = st.recursive(
-    LEAVES,
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.dictionaries(st.text("abc", min_size=1), inner, max_size=2)
-    ),
-    max_leaves=4,
-)
+LEAVES = st.none() | st.booleans() | st.integers(-3, 9) | st.integers() | st.floats()
+LEAVES |= st.text("aZ09_./-:é ", max_size=6)
+SHORT = st.text("abc", min_size=1)
+NESTED = lambda inner: st.lists(inner, max_size=3) | st.dictionaries(SHORT, inner, max_size=2)
+VALUES = st.recursive(LEAVES, NESTED, max_leaves=4)
 KEYS = st.sampled_from(CONFIG_NAMES).flatmap(
     lambda name: st.tuples(
         st.just(name),

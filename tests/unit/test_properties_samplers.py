@@ -33,14 +33,9 @@ def splits(draw, global_batch):
 def jobs(draw):
     """Samples, global batch, two splits of it, global batches that are done, seed."""
     global_batch = draw(st.sampled_from(sorted(DIVISORS)))
-    return (
-        draw(st.integers(global_batch, 60)),
-        global_batch,
-        draw(splits(global_batch)),
-        draw(splits(global_batch)),
-        draw(st.integers(0, 20)),
-        draw(st.integers(0, 5)),
-    )
+    sizes = draw(st.integers(global_batch, 60)), global_batch
+    both = draw(splits(global_batch)), draw(splits(global_batch))
+    return *sizes, *both, draw(st.integers(0, 20)), draw(st.integers(0, 5))
 
 
 def global_batches(cls, total, global_batch, split, done, seed, passes=1, **options):
@@ -48,16 +43,9 @@ def global_batches(cls, total, global_batch, split, done, seed, passes=1, **opti
     ranks, micro_batch = split
     shares = []
     for rank in range(ranks):
-        sampler = cls(
-            total_samples=total,
-            consumed_samples=done * global_batch,
-            micro_batch_size=micro_batch,
-            global_batch_size=global_batch,
-            data_parallel_rank=rank,
-            data_parallel_size=ranks,
-            seed=seed,
-            **options,
-        )
+        sizes = {"total_samples": total, "consumed_samples": done * global_batch, "seed": seed}
+        sizes |= {"micro_batch_size": micro_batch, "global_batch_size": global_batch}
+        sampler = cls(data_parallel_rank=rank, data_parallel_size=ranks, **sizes, **options)
         own = []
         for _ in range(passes):
             announced, batches = len(sampler), list(sampler)
@@ -66,10 +54,8 @@ def global_batches(cls, total, global_batch, split, done, seed, passes=1, **opti
         shares.append(own)
     size = global_batch // ranks
     assert len({len(share) for share in shares}) == 1 and len(shares[0]) % size == 0
-    return [
-        sorted(index for share in shares for index in share[start : start + size])
-        for start in range(0, len(shares[0]), size)
-    ]
+    starts = range(0, len(shares[0]), size)
+    return [sorted(i for share in shares for i in share[at : at + size]) for at in starts]
 
 
 @pytest.mark.parametrize("cls", RANDOM)

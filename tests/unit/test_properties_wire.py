@@ -18,19 +18,13 @@ from nemo_aligner.servers.schema import ReplyError, RequestError
 from tests.properties import tried
 from tests.unit.test_served_model import sent as read
 
-ENDPOINTS = [
-    schema.critic_infer_endpoint(True),
-    schema.critic_train_endpoint(),
-    schema.critic_save_endpoint(),
-    schema.critic_resume_endpoint(),
-    schema.critic_status_endpoint(),
-    schema.reward_model_endpoint(),
-]
+ENDPOINTS = [schema.critic_infer_endpoint(True), schema.critic_train_endpoint()]
+ENDPOINTS += [schema.critic_save_endpoint(), schema.critic_resume_endpoint()]
+ENDPOINTS += [schema.critic_status_endpoint(), schema.reward_model_endpoint()]
 NAMES = sorted({spec.name for endpoint in ENDPOINTS for spec in endpoint.inputs})
 SHAPES = arrays_of.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=3)
-BYTES = arrays_of.arrays(
-    np.dtype(object), SHAPES, elements=st.binary(max_size=4), fill=st.nothing()
-)
+FEW = st.binary(max_size=4)
+BYTES = arrays_of.arrays(np.dtype(object), SHAPES, elements=FEW, fill=st.nothing())
 NUMBERS = arrays_of.arrays(
     st.sampled_from([np.int64, np.float32, np.int32, np.float64, bool]).map(np.dtype), SHAPES
 )
@@ -51,11 +45,8 @@ def fitting(spec, batching, rows):
 @st.composite
 def fitting_requests(draw, endpoint):
     rows = draw(st.integers(1, 3))
-    return {
-        spec.name: draw(fitting(spec, endpoint.batching, rows))
-        for spec in endpoint.inputs
-        if not spec.optional or draw(st.booleans())
-    }
+    given = [spec for spec in endpoint.inputs if not spec.optional or draw(st.booleans())]
+    return {spec.name: draw(fitting(spec, endpoint.batching, rows)) for spec in given}
 
 
 def accepted(endpoint, data):
@@ -127,13 +118,8 @@ def test_any_content_of_a_scoring_request(data):
     try:
         validation.validate_tokenizer(data.pop("tokenizer", None), own="a")
         found = process_inputs(data, tokenize)
-        validation.validate_scoring_inputs(
-            found["inputs"],
-            found["sequence_length"],
-            vocab_size=9,
-            max_length=3,
-            prompt_lengths=data.get("prompt_lengths"),
-        )
+        limits = {"vocab_size": 9, "max_length": 3, "prompt_lengths": data.get("prompt_lengths")}
+        validation.validate_scoring_inputs(found["inputs"], found["sequence_length"], **limits)
     except UserError as error:
         assert any(name in str(error) for name in [*NAMES, "sentences", "tokenizer"])
     else:

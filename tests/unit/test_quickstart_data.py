@@ -121,9 +121,7 @@ def test_the_same_seed_writes_the_same_bytes(data_dir, tmp_path):
     assert files[0].read_bytes() != files[1].read_bytes()
 
 
-def test_tokenizer_round_trips_and_prompt_and_response_meet_at_a_token_boundary(
-    data_dir, tokenizer
-):
+def test_tokenizer_round_trips_and_responses_begin_at_a_token_boundary(data_dir, tokenizer):
     for line in read(data_dir / "sft_train.jsonl")[:500]:
         texts = line["input"], f" {line['output']}"
         prompt, response = map(tokenizer.text_to_ids, texts)
@@ -147,7 +145,6 @@ def test_texts_fit_the_lengths_of_the_run(data_dir, tokenizer):
         ("sft", "output", run.MAX_RESPONSE - 1),
         ("prompts", "text", run.SEQ_LENGTH - run.MAX_RESPONSE),
     ):
-        texts = [
-            " " * (kind == "sft") + line[key] for line in read(data_dir / f"{kind}_train.jsonl")
-        ]
+        lines, space = read(data_dir / f"{kind}_train.jsonl"), " " * (kind == "sft")
+        texts = [space + line[key] for line in lines]
         assert max(len(tokenizer.text_to_ids(text)) for text in texts) <= limit

@@ -60,9 +60,8 @@ def test_time_left_comes_from_the_plan_first_and_from_the_speed_then():
 def test_plain_lines_without_a_terminal():
     clock, text = Clock(), io.StringIO()
     phases = [Phase("Data", 1, 5.0), ppo_phase()]
-    narrator = Narrator(
-        phases, console=Console(file=text, width=200), lines_per_phase=2, clock=clock
-    )
+    console = Console(file=text, width=200)
+    narrator = Narrator(phases, console=console, lines_per_phase=2, clock=clock)
     with narrator:
         narrator.start(phases[0])
         clock.now = 5.0
@@ -86,12 +85,9 @@ def test_metrics_tail_waits_for_whole_lines(tmp_path):
     tail = jobs.MetricsTail(tmp_path / "metrics.jsonl")
     assert tail.poll() == []
     with (tmp_path / "metrics.jsonl").open("w") as file:
-        for piece, expected in (
-            ('{"step": 1}\n{"st', [{"step": 1}]),
-            ('ep": 2}', []),
-            ("\n", [{"step": 2}]),
-            ("", []),
-        ):
+        pieces = (('{"step": 1}\n{"st', [{"step": 1}]), ('ep": 2}', []), ("\n", [{"step": 2}]))
+        pieces += (("", []),)
+        for piece, expected in pieces:
             file.write(piece)
             file.flush()
             assert tail.poll() == expected
@@ -118,23 +114,6 @@ def test_hydra_reads_back_what_is_written(value, text):
 # ------------------------------------------------------------------------------------------ jobs
 
 
-@pytest.mark.skipif(
-    sys.platform != "linux", reason="only Linux tells a child that its parent died"
-)
-def test_killed_run_takes_its_children_along(tmp_path):
-    code = f"import sys; sys.path.insert(0, {str(QUICKSTART)!r}); import jobs, pathlib, time; "
-    code += "command = [sys.executable, '-c', 'import time; time.sleep(300)']; "
-    code += "job = jobs.Job('sleeper', command, pathlib.Path(sys.argv[1])); "
-    code += "job.start(); print(job.process.pid, flush=True); time.sleep(300)"
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, str(tmp_path / "job")], stdout=subprocess.PIPE, text=True
-    )
-    child = psutil.Process(int(process.stdout.readline()))
-    process.kill()
-    process.wait()
-    child.wait(timeout=patience(10))
-
-
 # --------------------------------------------------------------------------------------- outcome
 
 GOOD, BAD = "The plot is superb.", "The plot is dull."
@@ -159,25 +138,19 @@ def write_samples(folder, before, after):
 
 def test_numbers_of_the_outcome_by_hand(tmp_path):
     write_samples(tmp_path, [(GOOD, 1.0), (BAD, -1.0)] * 50, [(GOOD, 2.0), (GOOD, 4.0)] * 50)
-    metrics = [
-        {"step": s, "train_rollouts/init_policy_kl": kl}
-        for s, kl in ((0, 0.0), (1, 0.2), (7, 0.5))
-    ]
+    kls, key = {0: 0.0, 1: 0.2, 7: 0.5}, "train_rollouts/init_policy_kl"
+    metrics = [{"step": step, key: kl} for step, kl in kls.items()]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in metrics))
     result = outcome.read_outcome(tmp_path, reviews.SCORES)
     reward, gold = result.rises["reward"], result.rises["gold"]
     assert (reward.before, reward.after, gold.before, gold.after) == (0.0, 3.0, 0.0, 1.0)
     variance = 100 / 99  # of -1 and 1 and of 2 and 4, fifty times each
     assert reward.standard_error == pytest.approx((2 * variance / 100) ** 0.5)
-    assert reward.needed == pytest.approx(
-        max(0.5 * variance**0.5, 4 * (2 * variance / 100) ** 0.5)
-    )
+    least = max(0.5 * variance**0.5, 4 * (2 * variance / 100) ** 0.5)
+    assert reward.needed == pytest.approx(least)
     assert (result.kl_first, result.kl_last, result.ended_before) == (0.0, 0.5, None)
-    assert result.learned and (result.first_step, result.last_step, result.num_samples) == (
-        0,
-        8,
-        100,
-    )
+    found = result.first_step, result.last_step, result.num_samples
+    assert result.learned and found == (0, 8, 100)
     assert result.pairs[1]["before"] == BAD and result.pairs[1]["after"] == GOOD
 
 
@@ -200,3 +173,20 @@ def test_too_little_to_judge(tmp_path):
     write_samples(tmp_path, [(GOOD, 1.0)], [])
     with pytest.raises(outcome.NoOutcome, match="before and one after"):
         outcome.read_outcome(tmp_path, reviews.SCORES)
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="only Linux tells a child that its parent died"
+)
+def test_killed_run_takes_its_children_along(tmp_path):
+    code = f"import sys; sys.path.insert(0, {str(QUICKSTART)!r}); import jobs, pathlib, time; "
+    code += "command = [sys.executable, '-c', 'import time; time.sleep(300)']; "
+    code += "job = jobs.Job('sleeper', command, pathlib.Path(sys.argv[1])); "
+    code += "job.start(); print(job.process.pid, flush=True); time.sleep(300)"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path / "job")], stdout=subprocess.PIPE, text=True
+    )
+    child = psutil.Process(int(process.stdout.readline()))
+    process.kill()
+    process.wait()
+    child.wait(timeout=patience(10))

@@ -36,23 +36,17 @@ TEXTS = ["was a joy", " is dull, and far too long", " bad", "ly made, but well p
 
 
 def write_pairs(path, count=ITEMS, word="film"):
+    texts = [(TEXTS[i % 4], TEXTS[(i + 1 + i % 3) % 4]) for i in range(count)]
     lines = [
-        {
-            "prompt": f"the {word} {i}",
-            "chosen": TEXTS[i % 4],
-            "rejected": TEXTS[(i + 1 + i % 3) % 4],
-        }
-        for i in range(count)
+        {"prompt": f"the {word} {i}", "chosen": a, "rejected": b} for i, (a, b) in enumerate(texts)
     ]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return str(path)
 
 
 def write_labelled(path):
-    lines = [
-        {"prompt": f"the film {i}", "response": TEXTS[i % 4], "preference": i % 2 == 0}
-        for i in range(ITEMS)
-    ]
+    texts = [(f"the film {i}", TEXTS[i % 4], i % 2 == 0) for i in range(ITEMS)]
+    lines = [dict(zip(("prompt", "response", "preference"), text)) for text in texts]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return str(path)
 
@@ -140,18 +134,13 @@ def test_of_another_model_or_other_data_they_are_computed_again(case, tiny_token
     case.kept()
     split = {"tensor_model_parallel_size": 2, "hidden_dropout": 0.1}
     assert case.kept(Reference(tiny_tokenizer, **split))[1] == 0
-    models = {
-        "weights": Reference(tiny_tokenizer, weights="1"),
-        "precision": Reference(tiny_tokenizer, precision="bf16"),
-        "network": Reference(tiny_tokenizer, rotary_base=5000),
-    }
+    changes = {"weights": {"weights": "1"}, "precision": {"precision": "bf16"}}
+    changes["network"] = {"rotary_base": 5000}
+    models = {name: Reference(tiny_tokenizer, **change) for name, change in changes.items()}
     for what, model in models.items():
         assert case.kept(model)[1] == 2, what
-    data = {
-        "text": {"word": "play"},
-        "number": {"count": ITEMS - 1},
-        "end token": {"settings": {"append_eod": True}},
-    }
+    data = {"text": {"word": "play"}, "number": {"count": ITEMS - 1}}
+    data["end token"] = {"settings": {"append_eod": True}}
     for what, changed in data.items():
         assert case.kept(data=other_data(case, tiny_tokenizer, **changed))[1] == 2, what
     assert case.kept(data=case.data.select(case.data.documents[::-1].copy()))[1] == 2
@@ -159,9 +148,8 @@ def test_of_another_model_or_other_data_they_are_computed_again(case, tiny_token
 
 def test_the_key_sees_lengths_templates_tokenizers_and_checkpoints(case, tiny_tokenizer):
     checkpoint, template = case.root / "weights", case.root / "template"
-    turns = [
-        [{"role": "user", "content": "film"}, {"role": "assistant", "content": t}] for t in TEXTS
-    ]
+    ask = {"role": "user", "content": "film"}
+    turns = [[ask, {"role": "assistant", "content": text}] for text in TEXTS]
     chats = case.root / "chat.jsonl"
     chats.write_text(
         json.dumps({"prompt": turns[0][:1], "chosen": turns[0][1:], "rejected": turns[2][1:]})
@@ -179,13 +167,8 @@ def test_the_key_sees_lengths_templates_tokenizers_and_checkpoints(case, tiny_to
     other.tokenizer = copy.deepcopy(tiny_tokenizer.tokenizer)
     other.tokenizer.add_tokens(["film"])
     path = str(case.root / "pairs.jsonl")
-    keys = [
-        key(),
-        key(DPOModelDataset([path], tiny_tokenizer, WIDTH - 1)),
-        key(tokenizer=other),
-        of_template("{{ m.content }}"),
-        of_template("{{ m.role }} {{ m.content }}"),
-    ]
+    keys = [key(), key(DPOModelDataset([path], tiny_tokenizer, WIDTH - 1)), key(tokenizer=other)]
+    keys += [of_template("{{ m.content }}"), of_template("{{ m.role }} {{ m.content }}")]
     assert key() == keys[0]
     checkpoint.write_bytes(b"Weights")
     assert len({*keys, key()}) == 6
@@ -287,13 +270,9 @@ def test_no_copy_is_kept_and_the_loss_is_that_of_log_probs_of_the_batch(
     data = {"data_prefix": {"train": [path], "validation": [path]}, "seq_length": WIDTH}
     model = cls(tiny_config(tiny_tokenizer_dir, micro_batch_size=2, data=data))
     model.init_peft({"peft_scheme": peft})
-    cfg = OmegaConf.create(
-        {
-            "model": model.cfg,
-            "pretrained_checkpoint": {"restore_from_path": str(tmp_path / "weights")},
-            "trainer": {kind: {"max_steps": 1, "max_epochs": 1}},
-        }
-    )
+    start = {"restore_from_path": str(tmp_path / "weights")}
+    limits = {"trainer": {kind: {"max_steps": 1, "max_epochs": 1}}}
+    cfg = OmegaConf.create({"model": model.cfg, "pretrained_checkpoint": start, **limits})
     cfg.model[kind].ref_log_probs_dir = str(tmp_path / "kept")
     kept = build_preference_dataloaders(cfg, kind, model)
     assert model.init_policy_state_dict is None and model._swap_buffer is None
@@ -312,9 +291,8 @@ def test_no_copy_is_kept_and_the_loss_is_that_of_log_probs_of_the_batch(
     both = [trainer.with_reference(next(iter(loaders.train))) for loaders in (fresh, kept)]
     for name, mask in cls.REFERENCE_COLUMNS.items():
         counts = both[0][mask][:, 1:] != 0
-        torch.testing.assert_close(
-            both[1][name][counts], both[0][name].cpu()[counts], rtol=0, atol=2e-6
-        )
+        found, wanted = both[1][name][counts], both[0][name].cpu()[counts]
+        torch.testing.assert_close(found, wanted, rtol=0, atol=2e-6)
     losses = [model.get_loss_and_metrics(batch, forward_only=True) for batch in both]
     for key, value in losses[0][1].items():
         assert losses[1][1][key] == pytest.approx(value, rel=1e-5, abs=1e-6), key

@@ -44,12 +44,9 @@ def labelled_batch(width=9):
     generator = torch.Generator().manual_seed(1)
     loss_mask = torch.ones(4, width)
     loss_mask[2] = 0
-    return {
-        "inputs": torch.randint(0, 290, (4, width), generator=generator),
-        "lengths": torch.tensor([9, 4, 3, 7]),
-        "labels": torch.tensor([[0.5, 2.0], [NO_LABEL, -1.0], [NAN, NAN], [3.0, 0.0]]),
-        "loss_mask": loss_mask,
-    }
+    labels = torch.tensor([[0.5, 2.0], [NO_LABEL, -1.0], [NAN, NAN], [3.0, 0.0]])
+    batch = {"inputs": torch.randint(0, 290, (4, width), generator=generator), "labels": labels}
+    return batch | {"lengths": torch.tensor([9, 4, 3, 7]), "loss_mask": loss_mask}
 
 
 def squared_errors(module, batch):
@@ -58,9 +55,8 @@ def squared_errors(module, batch):
     for i in (0, 1, 3):
         length = int(batch["lengths"][i])
         row = batch["inputs"][i : i + 1, :length]
-        predictions = module(
-            row, torch.arange(length)[None], None, lengths=torch.tensor([length])
-        )[0]
+        given = row, torch.arange(length)[None], None
+        predictions = module(*given, lengths=torch.tensor([length]))[0]
         labels = batch["labels"][i]
         errors += [(predictions[a] - labels[a]) ** 2 for a in range(2) if labels[a] != NO_LABEL]
     return errors
@@ -114,9 +110,8 @@ def test_refusals(tiny_tokenizer_dir):
         )
     # Whoever trains such a model all the same must not compare its one number with both labels.
     with pytest.raises(ValueError, match="must be equal"):
-        MegatronGPTRegressionRewardModel(cfg).get_loss_and_metrics(
-            labelled_batch(), forward_only=True
-        )
+        model = MegatronGPTRegressionRewardModel(cfg)
+        model.get_loss_and_metrics(labelled_batch(), forward_only=True)
 
 
 @pytest.mark.parametrize("num_attributes", [1, 3])
@@ -129,32 +124,20 @@ def test_validation_over_uneven_batches_is_the_correlation_of_the_whole_set(
     labels[[1, 5], 0] = NO_LABEL
     texts = [f"the film {'was very '[: 3 * i]}dull {i}" for i in range(7)]
     path = tmp_path / "labels.jsonl"
-    lines = [
-        json.dumps({"text": text, "label": row.tolist()})
-        for text, row in zip(texts, labels, strict=True)
-    ]
+    pairs = zip(texts, labels.tolist(), strict=True)
+    lines = [json.dumps({"text": text, "label": row}) for text, row in pairs]
     path.write_text("\n".join(lines))
-    model = make_model(
-        tiny_tokenizer_dir, num_attributes, data={"append_eod": True}, micro_batch_size=2
-    )
-    dataset, *_ = build_train_valid_test_regression_rm_datasets(
-        cfg=model.cfg,
-        data_prefix={"train": [str(path)]},
-        data_impl="jsonl",
-        splits_string=None,
-        train_valid_test_num_samples=[-1, -1, -1],
-        seq_length=48,
-        seed=1,
-        tokenizer=model.tokenizer,
-    )
+    own = {"data": {"append_eod": True}, "micro_batch_size": 2}
+    model = make_model(tiny_tokenizer_dir, num_attributes, **own)
+    named = {"cfg": model.cfg, "data_prefix": {"train": [str(path)]}, "data_impl": "jsonl"}
+    named |= {"splits_string": None, "train_valid_test_num_samples": [-1, -1, -1]}
+    named |= {"seq_length": 48, "seed": 1, "tokenizer": model.tokenizer}
+    dataset, *_ = build_train_valid_test_regression_rm_datasets(**named)
     cfg = OmegaConf.create({"model": {"seed": 1, "data": {"num_workers": 0}}})
 
     def loader(drop_last, random):
-        options = dict(
-            drop_last=drop_last,
-            pad_samples_to_global_batch_size=not drop_last,
-            use_random_sampler=random,
-        )
+        options = dict(drop_last=drop_last, pad_samples_to_global_batch_size=not drop_last)
+        options["use_random_sampler"] = random
         return build_dataloader(cfg, dataset, 0, 2, 4, **options)
 
     trainer = SupervisedTrainer(
@@ -173,10 +156,8 @@ def test_validation_over_uneven_batches_is_the_correlation_of_the_whole_set(
     model.prepare_for_inference()
     predictions = model.infer(texts, add_EOS=True).double().numpy()
     keep = labels != NO_LABEL
-    expected = [
-        np.corrcoef(predictions[keep[:, a], a], labels[keep[:, a], a])[0, 1]
-        for a in range(num_attributes)
-    ]
+    columns = [(predictions[keep[:, a], a], labels[keep[:, a], a]) for a in range(num_attributes)]
+    expected = [np.corrcoef(*column)[0, 1] for column in columns]
     assert metrics["loss"] == pytest.approx(((predictions - labels)[keep] ** 2).mean(), rel=1e-5)
     assert metrics["correlation"] == pytest.approx(np.mean(expected), abs=1e-5)
     assert trainer.held_out["validation"] == (metrics, keep.sum())

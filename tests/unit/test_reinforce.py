@@ -9,7 +9,7 @@ import torch
 from nemo.utils import logging
 
 from nemo_aligner.core.errors import PolicyReferenceError
-from tests.reinforce_fakes import make_reinforce_trainer
+from tests.rs_fakes import make_reinforce_trainer
 
 NAN = float("nan")
 
@@ -21,14 +21,11 @@ def scored_rollout():
     generator = torch.Generator().manual_seed(7)
     prompt_lengths = torch.tensor([2, 2, 2, 3, 3, 3])
     response_lengths = torch.tensor([5, 8, 4, 6, 7, 3])
-    rollout = {
-        "response_tokens": torch.randint(0, 40, (6, 8), generator=generator),
-        "response_lengths": response_lengths,
-        "prompt_lengths": prompt_lengths,
-        "idx": torch.tensor([4, 4, 4, 9, 9, 9]),
-        "is_end": torch.tensor([True, False, True, True, True, True]),
-        "rewards": torch.randn(6, generator=generator),
-    }
+    rollout = {"response_tokens": torch.randint(0, 40, (6, 8), generator=generator)}
+    rollout |= {"response_lengths": response_lengths, "prompt_lengths": prompt_lengths}
+    rollout |= {"idx": torch.tensor([4, 4, 4, 9, 9, 9])}
+    rollout |= {"is_end": torch.tensor([True, False, True, True, True, True])}
+    rollout |= {"rewards": torch.randn(6, generator=generator)}
     for key in ("logprobs", "init_logprobs"):
         rollout[key] = -torch.rand(6, 7, generator=generator)
         for row, (prompt, total) in enumerate(zip(prompt_lengths, response_lengths, strict=True)):

@@ -25,9 +25,8 @@ from tests.patience import wait_until
 
 def write_jsonl(path, records, tail=""):
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(
-        "".join(json.dumps(record) + "\n" for record in records) + tail, encoding="utf-8"
-    )
+    text = "".join(json.dumps(record) + "\n" for record in records) + tail
+    path.write_text(text, encoding="utf-8")
 
 
 UPDATES = ("lr", "entropy", "ppo_ratio", "ppo_clip_fraction")
@@ -37,20 +36,13 @@ def write_job(folder, start=1000.0, alarms=()):
     """A PPO actor's files: ten steps, a validation before and one after."""
     records = [{"step": 0, "time": start, "val_rollouts/rewards": -1.0}]
     for step in range(10):
-        rollout = {
-            "rewards": step / 10,
-            "epoch": 1,
-            "init_policy_kl": step / 50,
-            "generation_length": 30 - step,
-            "alarms_active": int(step in alarms),
-            "explained_variance": 0.5 - step / 10,
-        }
+        rollout = {"rewards": step / 10, "epoch": 1, "init_policy_kl": step / 50}
+        rollout |= {"generation_length": 30 - step, "alarms_active": int(step in alarms)}
+        rollout |= {"explained_variance": 0.5 - step / 10}
         times = {"timers/generate": 0.5, "timers/train_time": 2.0}
         times["speed/generate_tokens_per_s"] = 100.0 + step
-        records.append(
-            {"step": 2 * step, "time": start + step}
-            | {f"train_optim/{key}": step / 7 for key in UPDATES}
-        )
+        updates = {f"train_optim/{key}": step / 7 for key in UPDATES}
+        records.append({"step": 2 * step, "time": start + step} | updates)
         at = {"step": step, "time": start + step}
         records.append(at | {f"train_rollouts/{key}": value for key, value in rollout.items()})
         records.append(at | times)
@@ -59,11 +51,8 @@ def write_job(folder, start=1000.0, alarms=()):
 
 
 def write_supervised(folder, start, **metrics):
-    records = [
-        {"step": step, "time": start + step, "train/loss": 4.0 / step}
-        | {f"train/{key}": value for key, value in metrics.items()}
-        for step in (1, 2)
-    ]
+    metrics = {f"train/{key}": value for key, value in metrics.items()}
+    records = [{"step": n, "time": start + n, "train/loss": 4.0 / n} | metrics for n in (1, 2)]
     records.append({"step": 2, "time": start + 2, "validation/loss": 2.5})
     write_jsonl(folder / "metrics.jsonl", records)
 
@@ -89,16 +78,6 @@ def after(page, heading, count):
     texts = [text for text in page.texts if text]
     start = texts.index(heading) + 1
     return texts[start : start + count]
-
-
-def test_policies_come_first_whatever_started_first(tmp_path):
-    write_supervised(tmp_path / "sft", start=1000.0)
-    write_supervised(tmp_path / "rm", start=2000.0, acc=0.75)
-    write_supervised(tmp_path / "critic", start=2900.0, value_clip_fraction=0.0)
-    write_job(tmp_path / "ppo_actor", start=3000.0)
-    text = page.write_report(tmp_path).read_text(encoding="utf-8")
-    assert re.findall(r"<h2>(.*?)</h2>", text) == ["ppo_actor", "critic", "rm", "sft"]
-    assert re.findall(r'<a href="#job\d">(.*?)</a>', text) == ["ppo_actor", "critic", "rm", "sft"]
 
 
 def test_page_opens_with_what_the_policy_learned(tmp_path):
@@ -137,14 +116,6 @@ def test_page_opens_with_what_the_policy_learned(tmp_path):
     assert after(read, "train_time", 4) == ["10", "2.000", "2.000", "20.0"]  # 10 times 2 s
 
 
-def test_a_single_validation_has_no_change_and_no_alarms_no_section(tmp_path):
-    write_supervised(tmp_path / "sft", start=1000.0)
-    read = Page(page.render(tmp_path))
-    assert after(read, "loss, validation", 2) == ["2.5 (step 2)", "loss, training"]
-    assert after(read, "loss, training", 3) == ["4 (step 1)", "2 (step 2)", "-2"]
-    assert "Alarms" not in read.texts
-
-
 def test_page_needs_nothing_from_elsewhere_and_no_script(tmp_path):
     write_job(tmp_path)
     read = Page(page.render(tmp_path))
@@ -181,15 +152,6 @@ def test_more_samples_than_a_glance_takes_unfold(tmp_path):
     assert "<td>prompt 19</td>" in folded and "<td>prompt 20</td>" not in text
 
 
-def test_tables_are_used_where_there_are_no_validation_samples(tmp_path):
-    write_job(tmp_path)
-    rows = [{"prompt": "A film:", "response": "one response", "reward": 0.5}]
-    write_jsonl(
-        tmp_path / "tables.jsonl", [{"key": "table/train_rollouts", "step": 3, "rows": rows}]
-    )
-    assert "one response" in page.render(tmp_path)
-
-
 def test_a_job_of_self_play_shows_both_responses_and_what_its_alarms_watch(tmp_path):
     metrics = {"identical_fraction": 0.25, "alarms_active": 0, "margin": 1.5}
     write_supervised(tmp_path, 1000.0, avg_generated_lengths=12.5, **metrics)
@@ -197,57 +159,26 @@ def test_a_job_of_self_play_shows_both_responses_and_what_its_alarms_watch(tmp_p
     write_jsonl(tmp_path / "train_samples.jsonl", [sample])
     text = page.render(tmp_path)
     found = Page(text)
-    assert after(found, "samples of self-play (1)", 6)[3:] == [
-        "0",
-        "the film",
-        "is dull\n(data: was a joy)",
-    ]
-    for title in (
-        "margin of rewards",
-        "response length in tokens, self-play",
-        "own responses that equal the data's",
-    ):
-        assert title in found.texts, title
-
-
-def test_what_other_algorithms_show(tmp_path):
-    titles = {
-        "likelihood_fall": "what chosen and rejected responses have both lost",
-        "rewards_margin": "margin of rewards",
-        "kd_loss": "divergence from the teacher, training",
-        "teacher_mass": "probability of the teacher's top-k tokens",
-        "fraction_of_samples_properly_ended": "own responses that end by themselves",
-        "distance": "divergence from the target, training",
-        "effective_responses": "responses that share the weight of a prompt",
-    }
-    write_supervised(tmp_path, 1000.0, alarms_active=0, **dict.fromkeys(titles, 0.5))
-    assert {*titles.values()} <= {*Page(page.render(tmp_path)).texts}
+    told = after(found, "samples of self-play (1)", 6)[3:]
+    assert told == ["0", "the film", "is dull\n(data: was a joy)"]
+    assert "own responses that equal the data's" in found.texts
 
 
 def test_text_of_a_model_cannot_become_markup(tmp_path):
     evil = "</td><script>alert(1)</script>"
-    write_jsonl(
-        tmp_path / "metrics.jsonl",
-        [{"step": 1, "time": 1.0, f"train/{evil}": 1.0, f"timers/{evil}": 1.0}],
-    )
-    write_jsonl(
-        tmp_path / "val_samples.jsonl",
-        [{"step": 0, "prompt": evil, "response": evil, "reward": 0}],
-    )
+    record = {"step": 1, "time": 1.0, f"train/{evil}": 1.0, f"timers/{evil}": 1.0}
+    write_jsonl(tmp_path / "metrics.jsonl", [record])
+    sample = {"step": 0, "prompt": evil, "response": evil, "reward": 0}
+    write_jsonl(tmp_path / "val_samples.jsonl", [sample])
     text = page.render(tmp_path)
     assert "<script" not in text
     assert evil in Page(text).texts
 
 
 def test_partial_run_with_a_torn_line_and_missing_values(tmp_path):
-    write_jsonl(
-        tmp_path / "metrics.jsonl",
-        [
-            {"step": 1, "time": 1.0, "train/loss": 3.0},
-            {"step": 2, "time": 2.0, "train/loss": None},
-        ],
-        tail='{"step": 3, "tra',
-    )
+    losses = {1: 3.0, 2: None}
+    records = [{"step": n, "time": float(n), "train/loss": loss} for n, loss in losses.items()]
+    write_jsonl(tmp_path / "metrics.jsonl", records, tail='{"step": 3, "tra')
     job = reading.read_run(tmp_path)[0]
     assert job.series == {"train/loss": {1: 3.0}}
     assert "1 unreadable line(s)" in page.render(tmp_path)
@@ -345,11 +276,8 @@ def test_the_page_says_how_a_job_was_started(tmp_path):
     of_base["tokenizer"] = {"type": "/tmp/nemo_0123456789abcdef/tokenizer"}
     default.merge_with({"model": of_base})
     OmegaConf.save(default, tmp_path / "config.yaml", resolve=True)
-    record = {
-        "job": "gpt_ppo_actor",
-        "command": "nemo-aligner train '++model.data={x: {y: 1}}' model.hidden_size=8",
-        "versions": {"torch": "2"},
-    }
+    command = "nemo-aligner train '++model.data={x: {y: 1}}' model.hidden_size=8"
+    record = {"job": "gpt_ppo_actor", "command": command, "versions": {"torch": "2"}}
     (tmp_path / page.ABOUT_FILE).write_text(json.dumps(record))
     git = ["1a\ndiff --git a/old.py b/old.py", "2b\n+commit hash: 3c\ndiff --git a/x.py b/x.py"]
     (tmp_path / "git-info.log").write_text("".join(f"commit hash: {each}\n" for each in git))
@@ -442,13 +370,9 @@ def test_the_next_commands_can_be_pasted(tmp_path, monkeypatch):
     assert f"     model: {nemo}\n" in ending.last_lines(Path("it's a run"), "gpt_dpo")
 
 
-CURVES = {
-    "one point": {1: 2.0},
-    "flat at zero": {1: 0.0, 2: 0.0},
-    "flat but for rounding": {0: 1e9, 1: 1e9 + 1e-3},
-    "tiny": {0: -1e-12, 5: 1e-12},
-    "long": {step: math.sin(step) for step in range(5000)},
-}
+CURVES = {"one point": {1: 2.0}, "flat at zero": {1: 0.0, 2: 0.0}}
+CURVES |= {"flat but for rounding": {0: 1e9, 1: 1e9 + 1e-3}, "tiny": {0: -1e-12, 5: 1e-12}}
+CURVES |= {"long": {step: math.sin(step) for step in range(5000)}}
 
 
 @pytest.mark.parametrize("curve", CURVES.values(), ids=CURVES)
@@ -456,9 +380,7 @@ def test_chart_is_valid_svg_with_all_points_inside(curve):
     root = ElementTree.fromstring(elements.chart_svg("loss", {"train": curve}))
     width, height = map(float, root.get("viewBox").split()[2:])
     circles = root.findall("circle")
-    assert 1 <= len(circles) <= elements.MAX_POINTS and len(circles) == min(
-        len(curve), len(circles)
-    )
+    assert 1 <= len(circles) <= min(len(curve), elements.MAX_POINTS)
     for circle in circles:
         assert 0 <= float(circle.get("cx")) <= width and 0 <= float(circle.get("cy")) <= height
     last_step = max(curve)
@@ -466,9 +388,8 @@ def test_chart_is_valid_svg_with_all_points_inside(curve):
 
 
 def test_chart_places_points_linearly():
-    root = ElementTree.fromstring(
-        elements.chart_svg("loss", {"train": {0: 10.0, 1: 20.0, 2: 30.0}})
-    )
+    curve = {"train": {0: 10.0, 1: 20.0, 2: 30.0}}
+    root = ElementTree.fromstring(elements.chart_svg("loss", curve))
     (x0, y0), (x1, y1), (x2, y2) = (
         (float(c.get("cx")), float(c.get("cy"))) for c in root.findall("circle")
     )
@@ -507,17 +428,12 @@ def test_what_the_jobs_did_at_the_same_time(tmp_path):
     write_jsonl(tmp_path / "critic" / "timeline.jsonl", critic)
     jobs = reading.read_run(tmp_path)
     svg = ElementTree.fromstring(elements.timeline_svg(jobs))
-    bars = [
-        (bar.find("title").text, float(bar.get("x")), float(bar.get("width")))
-        for bar in svg.iter("rect")
-    ]
+    title = lambda bar: bar.find("title").text
+    bars = [(title(b), float(b.get("x")), float(b.get("width"))) for b in svg.iter("rect")]
     second = (elements.LANES_WIDTH - elements.LANES_LEFT - elements.RIGHT) / 30
     assert len(bars) == 3 * (3 + 2)
-    assert bars[0] == (
-        "generate, step 2: 4.000 s",
-        elements.LANES_LEFT,
-        pytest.approx(4 * second, 0.01),
-    )
+    width = pytest.approx(4 * second, 0.01)
+    assert bars[0] == ("generate, step 2: 4.000 s", elements.LANES_LEFT, width)
     score = next(bar for bar in bars if bar[0] == "score, step 3: 2.000 s")
     assert score[1] == pytest.approx(elements.LANES_LEFT + 13 * second, 0.01)
     assert not any("rollout_time" in title for title, *_ in bars)
@@ -525,3 +441,44 @@ def test_what_the_jobs_did_at_the_same_time(tmp_path):
     assert "What the jobs did at the same time" in page.render(tmp_path)
     (tmp_path / "actor" / "timeline.jsonl").unlink()
     assert elements.timeline_svg(reading.read_run(tmp_path)) == ""
+
+
+def test_a_single_validation_has_no_change_and_no_alarms_no_section(tmp_path):
+    write_supervised(tmp_path / "sft", start=1000.0)
+    read = Page(page.render(tmp_path))
+    assert after(read, "loss, validation", 2) == ["2.5 (step 2)", "loss, training"]
+    assert after(read, "loss, training", 3) == ["4 (step 1)", "2 (step 2)", "-2"]
+    assert "Alarms" not in read.texts
+
+
+def test_policies_come_first_whatever_started_first(tmp_path):
+    write_supervised(tmp_path / "sft", start=1000.0)
+    write_supervised(tmp_path / "rm", start=2000.0, acc=0.75)
+    write_supervised(tmp_path / "critic", start=2900.0, value_clip_fraction=0.0)
+    write_job(tmp_path / "ppo_actor", start=3000.0)
+    text = page.write_report(tmp_path).read_text(encoding="utf-8")
+    assert re.findall(r"<h2>(.*?)</h2>", text) == ["ppo_actor", "critic", "rm", "sft"]
+    assert re.findall(r'<a href="#job\d">(.*?)</a>', text) == ["ppo_actor", "critic", "rm", "sft"]
+
+
+def test_tables_are_used_where_there_are_no_validation_samples(tmp_path):
+    write_job(tmp_path)
+    rows = [{"prompt": "A film:", "response": "one response", "reward": 0.5}]
+    write_jsonl(
+        tmp_path / "tables.jsonl", [{"key": "table/train_rollouts", "step": 3, "rows": rows}]
+    )
+    assert "one response" in page.render(tmp_path)
+
+
+def test_what_other_algorithms_show(tmp_path):
+    titles = {
+        "likelihood_fall": "what chosen and rejected responses have both lost",
+        "rewards_margin": "margin of rewards",
+        "kd_loss": "divergence from the teacher, training",
+        "teacher_mass": "probability of the teacher's top-k tokens",
+        "fraction_of_samples_properly_ended": "own responses that end by themselves",
+        "distance": "divergence from the target, training",
+        "effective_responses": "responses that share the weight of a prompt",
+    }
+    write_supervised(tmp_path, 1000.0, alarms_active=0, **dict.fromkeys(titles, 0.5))
+    assert {*titles.values()} <= {*Page(page.render(tmp_path)).texts}

@@ -59,9 +59,8 @@ NAUGHTY = """
             return [1.0]
         returned = {
             "int": [3], "bool": [True], "numpy": np.array([2.5], dtype=np.float32),
-            "tuple": (np.int64(4),), "none": None, "nones": [None], "string": "1",
-            "strings": ["1.0"], "two": [1.0, 2.0], "empty": [], "nan": [float("nan")],
-            "inf": [float("-inf")], "huge": [1e39], "bare": 1.0, "dict": {1: 1.0},
+            "tuple": (np.int64(4),), "none": None, "nones": [None], "two": [1.0, 2.0],
+            "empty": [], "nan": [float("nan")], "huge": [1e39], "bare": 1.0,
         }
         return returned[word] if word in returned else [float(word)]
 """
@@ -87,12 +86,8 @@ def family() -> set[psutil.Process]:
     The servers of Python's own multiprocessing, which other tests leave running, are none of them.
     """
     children = psutil.Process().children(recursive=True)
-    helpers = {
-        helper
-        for child in children
-        if is_alive(child) and "multiprocessing." in " ".join(child.cmdline())
-        for helper in (child, *child.children(recursive=True))
-    }
+    python = [c for c in children if is_alive(c) and "multiprocessing." in " ".join(c.cmdline())]
+    helpers = {each for child in python for each in (child, *child.children(recursive=True))}
     return {child for child in children if is_alive(child)} - helpers
 
 
@@ -133,26 +128,14 @@ def test_a_spec_that_names_no_function(spec):
     [
         ("import no_module_x\ndef score(p, r, l): return [1]", ["'no_module_x'", "line 1"]),
         ("def score(p, r, l)\n    return [1]", ["cannot be imported", "line 1"]),
-        (
-            "def other(p, r, l): return [1]\nfrom os.path import join",
-            ["no function 'score'; it has other.\n"],
-        ),
+        ("def other(p, r, l): return [1]\nfrom os.path import join", ["'score'; it has other.\n"]),
         ("x = 1", ["no function 'score'; it has none at all"]),
         ("score = 5", ["'score' is a int, not a function"]),
-        (
-            "def score(prompts, responses): return [1]",
-            ["score(prompts, responses)", "too many positional arguments"],
-        ),
+        ("def score(prompts, responses): return [1]", ["too many positional arguments"]),
         ("def score(p, r, l, *, scale): return [1]", ["asks for columns", "(scale)", "a default"]),
-        (
-            "def score(p, r, l, scale, /): return [1]",
-            ["cannot be called as score(prompts, responses, lengths)", "scale"],
-        ),
+        ("def score(p, r, l, scale, /): return [1]", ["cannot be called as score(", "scale"]),
         ("async def score(p, r, l): return [1]", ["async"]),
-        (
-            "score = 1\nimport os\nos._exit(3)",
-            ["file ended the process (exit code 3)"],
-        ),
+        ("score = 1\nimport os\nos._exit(3)", ["file ended the process (exit code 3)"]),
         ("score = 1\nimport sys\nsys.exit('not today')", ["SystemExit: not today"]),
     ],
 )
@@ -234,11 +217,9 @@ def test_each_call_is_one_sample_with_its_own_texts(tmp_path):
         assert function.score(prompts, responses, lengths).tolist() == [0, 2033, 3052, 9_004_001]
 
 
-@pytest.mark.parametrize(
-    "word, score", [("int", 3), ("bool", 1), ("numpy", 2.5), ("tuple", 4), ("-0.25", -0.25)]
-)
-def test_numbers_of_any_kind_are_scores(naughty, word, score):
-    assert score_words(naughty, [word]) == [score]
+def test_numbers_of_any_kind_are_scores(naughty):
+    words = ["int", "bool", "numpy", "tuple", "-0.25"]
+    assert score_words(naughty, words) == [3, 1, 2.5, 4, -0.25]
 
 
 @pytest.mark.parametrize(
@@ -246,14 +227,10 @@ def test_numbers_of_any_kind_are_scores(naughty, word, score):
     [
         ("none", "it returned None, not a list with one number per sample"),
         ("bare", "it returned 1.0, not a list"),
-        ("string", "it returned '1', not a list"),
-        ("dict", "it returned {1: 1.0}, not a list"),
         ("nones", "whose score is a NoneType"),
-        ("strings", "whose score is a str"),
         ("two", "it returned 2 scores for 1 sample: [1.0, 2.0]"),
         ("empty", "it returned 0 scores for 1 sample"),
         ("nan", "it returned [nan], which is not a finite number"),
-        ("inf", "it returned [-inf], which is not a finite number"),
         ("huge", "it returned [1e+39], which is not a finite number in float32"),
         ("raise", "KeyError: 'no such key'"),
         ("exit", "SystemExit: enough"),
@@ -365,14 +342,8 @@ with RewardFunction({write(tmp_path, text)!r}, None, workers=1, timeout_s=60) as
     scores = function.score(["p"] * 3, ["1", "2", "3"], [1] * 3).tolist()
 pathlib.Path("{tmp_path}/scores").write_text(str(scores))
 """
-    server = subprocess.Popen(
-        [sys.executable, "-c", program],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        cwd=ROOT,
-        bufsize=0,
-    )
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    server = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, bufsize=0, **pipes)
     try:
         while b"ready" not in (line := server.stdout.readline()):
             assert line, "the program ended"
@@ -508,22 +479,19 @@ def escaped(folder: Path) -> list[psutil.Process]:
     return [psutil.Process(pid) for pid in pids()]
 
 
-@pytest.mark.parametrize("how", ["stay", "sleep"])
+@pytest.mark.parametrize("how", ["stay", "sleep", "die"])
 def test_processes_in_sessions_of_their_own_end_with_the_worker(tmp_path, how):
-    """Stay: the server closes it later. Sleep: it is killed for its time limit."""
-    with served(tmp_path, ESCAPED, timeout_s=patience(1.5), fallback=-1.0) as function:
+    """Stay: the server closes it later. Sleep: it is killed for its time limit. Die: by itself."""
+
+    def pids():
+        return [int(path.name) for path in tmp_path.iterdir() if path.name.isdigit()]
+
+    limit = {} if how == "die" else {"timeout_s": patience(1.5)}
+    with served(tmp_path, ESCAPED, fallback=-1.0, **limit) as function:
         assert score_words(function, [how]) == [1.0 if how == "stay" else -1.0]
-        started = escaped(tmp_path) if how == "stay" else []
-        assert all(map(is_alive, started))
-    pids = [int(path.name) for path in tmp_path.iterdir() if path.name.isdigit()]
-    assert len(pids) == 2 and not any(map(psutil.pid_exists, pids))
-
-
-def test_processes_in_sessions_of_their_own_end_with_a_worker_that_ends_itself(tmp_path):
-    with served(tmp_path, ESCAPED, fallback=-1.0) as function:
-        assert score_words(function, ["die"]) == [-1.0]
-        pids = [int(path.name) for path in tmp_path.iterdir() if path.name.isdigit()]
-        assert wait_until(lambda: not any(map(psutil.pid_exists, pids)))
+        assert all(map(is_alive, escaped(tmp_path) if how == "stay" else []))
+        assert how != "die" or wait_until(lambda: not any(map(psutil.pid_exists, pids())))
+    assert how == "die" or len(pids()) == 2 and not any(map(psutil.pid_exists, pids()))
 
 
 @pytest.mark.full

@@ -53,13 +53,8 @@ def pair_batch(width=9, seed=1):
     mask = torch.ones(4, width)
     mask[2] = 0
     chosen, rejected = random_tokens(4, width, seed), random_tokens(4, width, seed + 1)
-    return {
-        "chosen": chosen,
-        "rejected": rejected,
-        "chosen_length": lengths[:, 0],
-        "rejected_length": lengths[:, 1],
-        "loss_mask": mask,
-    }
+    pairs = {"chosen": chosen, "rejected": rejected, "loss_mask": mask}
+    return pairs | {"chosen_length": lengths[:, 0], "rejected_length": lengths[:, 1]}
 
 
 @pytest.mark.parametrize("use_avg_pool", [False, True])
@@ -81,10 +76,8 @@ def test_rewards_are_the_head_on_the_last_token_or_on_the_mean(tiny_tokenizer_di
 def test_attributes_and_their_merging(tiny_tokenizer_dir):
     weights = [0.5, -1.0, 2.0]
     apart = make_model(tiny_tokenizer_dir, regression={"num_attributes": 3})
-    merged = make_model(
-        tiny_tokenizer_dir,
-        regression={"num_attributes": 3, "merge_attributes": True, "attribute_weights": weights},
-    )
+    regression = {"num_attributes": 3, "merge_attributes": True, "attribute_weights": weights}
+    merged = make_model(tiny_tokenizer_dir, regression=regression)
     values = make_model(tiny_tokenizer_dir, regression={"num_attributes": 3}, output_sequence=True)
     inputs = (random_tokens(5), LENGTHS)
     attributes = apart.infer(inputs)
@@ -132,11 +125,8 @@ def test_loss_metrics_and_gradient_equal_a_loop_over_pairs(tiny_tokenizer_dir, m
         for kind in ("chosen", "rejected"):
             length = int(batch[f"{kind}_length"][i])
             row = batch[kind][i : i + 1, :length]
-            pair.append(
-                plain(
-                    row, torch.arange(length)[None], None, lengths=torch.tensor([length])
-                ).squeeze()
-            )
+            score = plain(row, torch.arange(length)[None], None, lengths=torch.tensor([length]))
+            pair.append(score.squeeze())
         losses.append(-torch.log(1 / (1 + torch.exp(pair[1] - pair[0]))))
         rewards.append(pair)
     expected = sum(losses) / 3
@@ -154,9 +144,8 @@ def test_loss_metrics_and_gradient_equal_a_loop_over_pairs(tiny_tokenizer_dir, m
     assert metrics["rewards_chosen_mean"] == pytest.approx(sum(flat[0::2]) / 3, rel=1e-4)
     assert metrics["rewards_rejected_mean"] == pytest.approx(sum(flat[1::2]) / 3, rel=1e-4)
     assert metrics["rewards_all_mean"] == pytest.approx(mean, rel=1e-4)
-    assert metrics["rewards_all_std"] == pytest.approx(
-        math.sqrt(sum((x - mean) ** 2 for x in flat) / 6), rel=1e-3
-    )
+    wanted = pytest.approx(math.sqrt(sum((x - mean) ** 2 for x in flat) / 6), rel=1e-3)
+    assert metrics["rewards_all_std"] == wanted
     assert_gradients_of(plain, model)
     model.set_eval()
     assert model.get_loss_and_metrics(batch, forward_only=True)[0] == pytest.approx(loss, rel=1e-6)
@@ -196,9 +185,8 @@ def test_attributes_of_a_bf16_head_are_merged_in_float32(tiny_tokenizer_dir):
         head.merge_attributes = False
         attributes = head(hidden, lengths)
     assert attributes.dtype == torch.bfloat16 and merged.dtype == torch.float32
-    torch.testing.assert_close(
-        merged[:, 0], (attributes.double() @ torch.tensor(weights).double()).float()
-    )
+    found, wanted = merged[:, 0], (attributes.double() @ torch.tensor(weights).double()).float()
+    torch.testing.assert_close(found, wanted)
 
 
 def test_fp32_head_of_a_bf16_model_trains_and_resumes(tiny_tokenizer_dir, tmp_path):
@@ -237,31 +225,22 @@ def test_a_language_model_becomes_a_reward_model_and_a_reward_model_keeps_its_he
     language_model = MegatronGPTModel(cfg)
     language_model.save_to(str(tmp_path / "lm.nemo"))
     other_seed = tiny_config(tiny_tokenizer_dir, architecture="gpt2", seed=5)
-    fresh = load_from_nemo(
-        MegatronGPTRewardModel, other_seed, None, restore_path=tmp_path / "lm.nemo"
-    )
+    path = tmp_path / "lm.nemo"
+    fresh = load_from_nemo(MegatronGPTRewardModel, other_seed, None, restore_path=path)
     assert not fresh.has_trained_head
     trunk = dict(language_model.unwrapped()[0].named_parameters())
     for name, parameter in fresh.unwrapped()[0].named_parameters():
         assert name.startswith("rm_head.") or torch.equal(parameter, trunk[name]), name
-    assert {name for name, _ in fresh.unwrapped()[0].named_parameters()} - set(trunk) == {
-        "rm_head.weight",
-        "rm_head.bias",
-    }
+    names = {name for name, _ in fresh.unwrapped()[0].named_parameters()}
+    assert names - set(trunk) == {"rm_head.weight", "rm_head.bias"}
     with torch.no_grad():
         head_of(fresh).weight.add_(1.0)
     fresh.save_to(str(tmp_path / "rm.nemo"))
-    kept = load_from_nemo(
-        MegatronGPTRewardModel, other_seed, None, restore_path=tmp_path / "rm.nemo"
-    )
+    path = tmp_path / "rm.nemo"
+    kept = load_from_nemo(MegatronGPTRewardModel, other_seed, None, restore_path=path)
     assert kept.has_trained_head and torch.equal(head_of(kept).weight, head_of(fresh).weight)
-    dropped = load_from_nemo(
-        MegatronGPTRewardModel,
-        other_seed,
-        None,
-        restore_path=tmp_path / "rm.nemo",
-        load_base_model_only=True,
-    )
+    options = {"restore_path": tmp_path / "rm.nemo", "load_base_model_only": True}
+    dropped = load_from_nemo(MegatronGPTRewardModel, other_seed, None, **options)
     assert not dropped.has_trained_head
     torch.testing.assert_close(head_of(dropped).weight, head_of(fresh).weight - 1.0)
 

@@ -63,10 +63,7 @@ def one(**options):
             {"reward_model": {"ip": ["a", "b"], "port": [1, 2, 3]}},
             ["2 servers", "3 ports", "remote_rm.reward_model.ip"],
         ),
-        (
-            {"reward_model": {"ip": "a", "port": 0}},
-            ["remote_rm.reward_model.port=0", "not a TCP port"],
-        ),
+        ({"reward_model": {"ip": "a", "port": 0}}, ["reward_model.port=0", "not a TCP port"]),
         ({"reward_model": {"ip": ["a", ""], "port": 7}}, ["'' is not a host name"]),
         ({"reward_model": {"ip": ["a", "b", "a"], "port": 7}}, ["a:7 more than once"]),
         ({"reward_model": "a:7"}, ["remote_rm.reward_model='a:7'", "section"]),

@@ -9,14 +9,7 @@ import pytest
 import torch
 
 from nemo_aligner.core.tensors import sample_seeds
-from tests.ppo_fakes import (
-    EOS,
-    NUM_PROMPTS,
-    FakeFuture,
-    Prompts,
-    collate,
-    make_trainer,
-)
+from tests.ppo_fakes import EOS, NUM_PROMPTS, FakeFuture, Prompts, collate, make_trainer
 from tests.rs_fakes import FakeRSPolicy, make_rs_trainer
 
 SEED = 1234  # of the fake policy
@@ -26,12 +19,10 @@ def trained_rows(batches):
     """Every row that updates saw, as (tokens that the mask trains on, all tokens), sorted."""
     rows = []
     for batch in batches:
-        for tokens, mask in zip(
-            batch["response_tokens"].tolist(), batch["mask"].tolist(), strict=True
-        ):
-            rows.append(
-                (tuple(t for t, m in zip(tokens[1:], mask, strict=True) if m), tuple(tokens))
-            )
+        pairs = zip(batch["response_tokens"].tolist(), batch["mask"].tolist(), strict=True)
+        for tokens, mask in pairs:
+            response = tuple(t for t, m in zip(tokens[1:], mask, strict=True) if m)
+            rows.append((response, tuple(tokens)))
     return sorted(rows)
 
 
@@ -56,24 +47,20 @@ def test_calls_of_a_step_come_in_order_and_scoring_is_awaited_after_generation()
 def test_metrics_are_means_over_all_rollouts_and_over_the_selected_ones():
     trainer = make_rs_trainer(max_steps=1)
     trainer.fit()
-    metrics = {
-        name.removeprefix("train_rollouts/"): value for name, _, value in trainer.logger.metrics
-    }
+    metrics = {name: value for name, _, value in trainer.logger.metrics}
+    metrics = {name.removeprefix("train_rollouts/"): value for name, value in metrics.items()}
     rewards = dict(trainer.rm.scored)
     assert len(rewards) == 24
     assert metrics["global_rewards"] == pytest.approx(sum(rewards.values()) / 24)
     assert metrics["rewards_kind"] == pytest.approx(metrics["global_rewards"])
     assert metrics["rewards_terse"] == pytest.approx(-sum(map(len, rewards)) / 24)
     assert metrics["response_lengths"] == pytest.approx(sum(map(len, rewards)) / 24)
-    assert metrics["global_response_lengths_mean"] == pytest.approx(
-        metrics["response_lengths"] - metrics["global_prompt_lengths"]
-    )
-    kept = [
-        tuple(t for t in tokens if t != EOS) for _, tokens in trained_rows(trainer.model.batches)
-    ]
-    assert metrics["selected_rewards"] == pytest.approx(
-        sum(rewards[tokens] for tokens in kept) / 16
-    )
+    wanted = pytest.approx(metrics["response_lengths"] - metrics["global_prompt_lengths"])
+    assert metrics["global_response_lengths_mean"] == wanted
+    rows = trained_rows(trainer.model.batches)
+    kept = [tuple(t for t in tokens if t != EOS) for _, tokens in rows]
+    mean = sum(rewards[tokens] for tokens in kept) / 16
+    assert metrics["selected_rewards"] == pytest.approx(mean)
     assert metrics["selected_rewards"] > metrics["global_rewards"]
 
 
@@ -131,14 +118,12 @@ def brute_force(dataset, indices, step, responses, top_n, score):
             rollout = FakeRSPolicy([]).infer(batch)
             length = int(rollout["response_lengths"])
             tokens = rollout["response_tokens"][0, :length].tolist()
-            candidates.append(
-                (float(score(rollout)), response, tokens, int(rollout["prompt_lengths"]))
-            )
+            reward, prompt = float(score(rollout)), int(rollout["prompt_lengths"])
+            candidates.append((reward, response, tokens, prompt))
         # Of equal rewards the later response is kept.
         candidates.sort(key=lambda candidate: candidate[:2])
-        rows += [
-            (tuple(tokens[prompt:]), tuple(tokens)) for _, _, tokens, prompt in candidates[-top_n:]
-        ]
+        best = candidates[-top_n:]
+        rows += [(tuple(tokens[prompt:]), tuple(tokens)) for _, _, tokens, prompt in best]
     return sorted(rows)
 
 
@@ -156,13 +141,10 @@ def test_selection_equals_a_brute_force_loop(dataset, responses, top_n):
     for step in range(3):
         batches = trainer.model.batches[step * updates : (step + 1) * updates]
         assert all(len(batch["mask"]) == 4 for batch in batches)
-        expected = brute_force(
-            dataset, range(8 * step, 8 * step + 8), step, responses, top_n, coarse
-        )
-        seen = [
-            (response, tuple(t for t in row if t != EOS))
-            for response, row in trained_rows(batches)
-        ]
+        rows = range(8 * step, 8 * step + 8)
+        expected = brute_force(dataset, rows, step, responses, top_n, coarse)
+        rows = trained_rows(batches)
+        seen = [(response, tuple(t for t in row if t != EOS)) for response, row in rows]
         assert sorted(seen) == expected
 
 
@@ -212,9 +194,8 @@ def test_loader_that_runs_ahead_changes_nothing():
     plain.load_state_dict({"step": 1, "consumed_samples": 8, "rs_optimization_step": 4})
     ahead.fit()
     plain.fit()
-    assert ahead.step == 6 and trained_rows(ahead.model.batches) == trained_rows(
-        plain.model.batches
-    )
+    assert ahead.step == 6
+    assert trained_rows(ahead.model.batches) == trained_rows(plain.model.batches)
 
 
 def test_every_prompt_is_used_once_per_epoch_and_gets_another_response():
@@ -232,15 +213,9 @@ def test_the_rest_of_an_epoch_is_left_out():
     # 24 prompts in rounds of 10: two steps per epoch.
     trainer = make_rs_trainer(rollout_size=10, max_epochs=3, model_gbs=5)
     trainer.fit()
-    assert trainer.state_dict() == {
-        "step": 6,
-        "consumed_samples": 60,
-        "epoch": 3,
-        "rs_optimization_step": 24,
-        "num_rollout_samples": 10,
-    }
-    assert trainer.logger.series("train_rollouts/rollout_size") == [
-        (step, 30) for step in range(6)
-    ]
+    wanted = {"step": 6, "consumed_samples": 60, "epoch": 3, "rs_optimization_step": 24}
+    assert trainer.state_dict() == {**wanted, "num_rollout_samples": 10}
+    sizes = trainer.logger.series("train_rollouts/rollout_size")
+    assert sizes == [(step, 30) for step in range(6)]
     epochs = trainer.logger.series("train_rollouts/epoch")
     assert epochs == [(step, step // 2 + 1) for step in range(6)]

@@ -21,15 +21,9 @@ RANDOM = [MegatronPretrainingRandomSampler, MegatronPretrainingRandomBatchSample
 
 
 def make(cls, total, consumed=0, mbs=2, gbs=8, rank=0, dp=2, **kwargs):
-    return cls(
-        total_samples=total,
-        consumed_samples=consumed,
-        micro_batch_size=mbs,
-        global_batch_size=gbs,
-        data_parallel_rank=rank,
-        data_parallel_size=dp,
-        **kwargs,
-    )
+    sizes = {"total_samples": total, "micro_batch_size": mbs, "global_batch_size": gbs}
+    place = {"data_parallel_rank": rank, "data_parallel_size": dp}
+    return cls(consumed_samples=consumed, **sizes, **place, **kwargs)
 
 
 def naive_random(total, consumed, gbs, rank, dp, seed):
@@ -62,9 +56,8 @@ def test_global_batches_depend_neither_on_ranks_nor_on_micro_batches(cls):
         samplers = [make(cls, 29, mbs=mbs, rank=rank, dp=dp) for rank in range(dp)]
         shares = [list(itertools.chain(*sampler)) for sampler in samplers]
         size = 8 // dp
-        return [
-            {i for share in shares for i in share[k : k + size]} for k in range(0, 3 * size, size)
-        ]
+        starts = range(0, 3 * size, size)
+        return [{i for share in shares for i in share[k : k + size]} for k in starts]
 
     assert global_batches(1, 1) == global_batches(4, 2) == global_batches(2, 4)
 

@@ -88,14 +88,8 @@ def start(nemo_file, folder, **exp_options):
     assert (model._train_dl, model._train_ds) == (loader, "the data set")
     optimizer, scheduler = script_utils.extract_optimizer_scheduler_from_ptl_model(model)
     callback = script_utils.add_custom_checkpoint_callback(trainer, model)
-    return SimpleNamespace(
-        trainer=trainer,
-        model=model,
-        optimizer=optimizer,
-        scheduler=scheduler,
-        callback=callback,
-        state=state,
-    )
+    parts = {"optimizer": optimizer, "scheduler": scheduler, "callback": callback, "state": state}
+    return SimpleNamespace(trainer=trainer, model=model, **parts)
 
 
 def test_a_job_starts_saves_and_resumes(nemo_file, tmp_path):
@@ -217,9 +211,8 @@ def test_what_is_missing_is_named(nemo_file, tmp_path):
 
 
 def job_of(section, settings, model_section):
-    trainer = SimpleNamespace(
-        section=section, job_cfg=OmegaConf.create({"trainer": {section: settings}})
-    )
+    cfg = OmegaConf.create({"trainer": {section: settings}})
+    trainer = SimpleNamespace(section=section, job_cfg=cfg)
     model = SimpleNamespace(cfg=OmegaConf.create({section: model_section, "global_batch_size": 4}))
     return trainer, model
 
@@ -285,9 +278,7 @@ EVERY_CHECK = [("check_config", None), ("check_values", False), ("check_values",
 
 @pytest.mark.parametrize("name", CONFIG_NAMES)
 @some_of("is_checked", [False, True])
-def test_every_job_is_checked_once_where_it_reads_its_checkpoint(
-    name, is_checked, nemo_file, calls
-):
+def test_every_job_is_checked_where_it_reads_its_checkpoint(name, is_checked, nemo_file, calls):
     """Scripts of NeMo-Aligner have no other check; those of this package check at their start."""
     cfg = job_configuration(name, nemo_file)
     if is_checked:
@@ -343,7 +334,6 @@ def test_rejection_sampling_leaves_out_what_ppo_put_into_a_checkpoint(nemo_file,
 
 def test_remove_overwritten_fields_at_any_depth():
     base = OmegaConf.create({"a": {"b": {"c": 1, "d": 2}, "e": 3}, "f": 4})
-    utils.remove_overwritten_fields(
-        base, {"a": {"b": {"c": True, "d": False}}, "f": True, "x": True}
-    )
+    given = {"a": {"b": {"c": True, "d": False}}, "f": True, "x": True}
+    utils.remove_overwritten_fields(base, given)
     assert base == {"a": {"b": {"d": 2}, "e": 3}}

@@ -40,29 +40,18 @@ pytestmark = pytest.mark.timeout(60)
 REWARD = schema.reward_model_endpoint()
 TRAIN = schema.critic_train_endpoint()
 SAVE = schema.critic_save_endpoint()
-OURS = {
-    "infer": schema.critic_infer_endpoint(True),
-    "infer alone": schema.critic_infer_endpoint(False),
-    "train": TRAIN,
-    "save": SAVE,
-    "resume": schema.critic_resume_endpoint(),
-    "status": schema.critic_status_endpoint(),
-    "reward": REWARD,
-}
-SCORING = {
-    "tokens": np.array([[5, 6, 0], [7, 8, 9]]),
-    "sequence_lengths": np.array([[2], [3]]),
-    "tokenizer": np.full((2, 1), b"300 tokens, end 299, abc"),
-    "prompt_lengths": np.array([[1], [1]]),
-}
-TRAINING = {
-    "tokens": np.array([[5, 6, 0], [7, 8, 9]]),
-    "returns": np.array([[0.5, np.nan], [0.25, -1.0]], np.float32),
-    "prev_values": np.array([[0.5, 0.0], [0.1, -1.0]], np.float32),
-    "mask": np.array([[1, 0], [1, 1]], np.float32),
-    "request_id": np.array([b"abc"]),
-    "piece": np.array([0, 2]),
-}
+OURS = {"infer": schema.critic_infer_endpoint(True)}
+OURS |= {"infer alone": schema.critic_infer_endpoint(False), "train": TRAIN, "save": SAVE}
+OURS |= {"resume": schema.critic_resume_endpoint(), "status": schema.critic_status_endpoint()}
+OURS |= {"reward": REWARD}
+SCORING = {"tokens": np.array([[5, 6, 0], [7, 8, 9]]), "sequence_lengths": np.array([[2], [3]])}
+SCORING |= {"tokenizer": np.full((2, 1), b"300 tokens, end 299, abc")}
+SCORING |= {"prompt_lengths": np.array([[1], [1]])}
+TRAINING = {"tokens": np.array([[5, 6, 0], [7, 8, 9]])}
+TRAINING |= {"returns": np.array([[0.5, np.nan], [0.25, -1.0]], np.float32)}
+TRAINING |= {"prev_values": np.array([[0.5, 0.0], [0.1, -1.0]], np.float32)}
+TRAINING |= {"mask": np.array([[1, 0], [1, 1]], np.float32), "request_id": np.array([b"abc"])}
+TRAINING |= {"piece": np.array([0, 2])}
 SAVING = {"dummy_var": np.zeros(1, np.int64), "actor_step": np.array([3])}
 
 
@@ -119,12 +108,8 @@ def test_large_arrays_are_sent_from_where_they_lie_and_small_ones_in_one_part():
     head, data, text = request.body
     assert np.shares_memory(np.frombuffer(data, np.uint8), large)
     assert bytes(text) == b"\x02\0\0\0ab\0\0\0\0"
-    assert json.loads(head)["inputs"][2] == {
-        "name": "no",
-        "shape": [0, large.shape[1]],
-        "datatype": "FP64",
-        "parameters": {"binary_data_size": 0},
-    }
+    none = {"name": "no", "shape": [0, large.shape[1]], "datatype": "FP64"}
+    assert json.loads(head)["inputs"][2] == {**none, "parameters": {"binary_data_size": 0}}
     assert len(InferRequest("m", {"small": large[:, :2].T}).body) == 1
 
 
@@ -132,10 +117,8 @@ def test_large_arrays_are_sent_from_where_they_lie_and_small_ones_in_one_part():
 def test_the_bytes_are_those_of_tritons_own_client(dtype):
     import tritonclient.http
 
-    data = {
-        "a": np.arange(6).reshape(2, 3).T.astype(dtype),
-        "b": np.array([["é"], [b"c"]], object),
-    }
+    numbers = np.arange(6).reshape(2, 3).T.astype(dtype)
+    data = {"a": numbers, "b": np.array([["é"], [b"c"]], object)}
     inputs = []
     for name, array in data.items():
         kind = np_to_triton_dtype(array.dtype)
@@ -174,12 +157,8 @@ def test_what_a_server_does_not_list_is_not_sent():
 
 
 def test_dtypes_and_shapes_are_those_that_the_server_lists():
-    served = others(
-        REWARD,
-        tokens=(np.int32, (-1,)),
-        sequence_lengths=(np.int64, ()),
-        prompt_lengths=(np.float32, (1,)),
-    )
+    lengths = {"sequence_lengths": (np.int64, ()), "prompt_lengths": (np.float32, (1,))}
+    served = others(REWARD, tokens=(np.int32, (-1,)), **lengths)
     arrays = sent(fit_requests(served, REWARD, SCORING)[0])
     assert arrays["tokens"].dtype == np.int32
     assert arrays["tokens"].tolist() == SCORING["tokens"].tolist()

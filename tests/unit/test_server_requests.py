@@ -33,11 +33,8 @@ def test_padding_multiple(monkeypatch, rows, dp, expected):
 
 
 def test_process_inputs_prefers_sentences():
-    inputs = {
-        "sentences": np.array([[b"ab"]]),
-        "tokens": np.array([[9]]),
-        "sequence_lengths": np.array([[1]]),
-    }
+    inputs = {"sentences": np.array([[b"ab"]]), "tokens": np.array([[9]])}
+    inputs["sequence_lengths"] = np.array([[1]])
     out = requests.process_inputs(inputs, lambda texts: (torch.tensor([[len(texts[0]), 0]]), [1]))
     assert out["inputs"].tolist() == [[2, 0]] and out["sequence_length"].tolist() == [1]
     del inputs["sentences"]
@@ -45,10 +42,8 @@ def test_process_inputs_prefers_sentences():
     assert out["inputs"].tolist() == [[9]] and out["sequence_length"].tolist() == [1]
     with pytest.raises(UserError, match="'sequence_lengths' is missing"):
         requests.process_inputs({"tokens": np.array([[9]])}, None)
-    for bad, message in (
-        ([[b"a", b"b"]], r"'sentences' has shape \[1, 2\]"),
-        ([[b"a"], [b"\xff"]], "in sample 1 that are not UTF-8"),
-    ):
+    wide = [[b"a", b"b"]], r"'sentences' has shape \[1, 2\]"
+    for bad, message in (wide, ([[b"a"], [b"\xff"]], "in sample 1 that are not UTF-8")):
         with pytest.raises(UserError, match=message):
             requests.process_inputs({"sentences": np.array(bad)}, None)
 
@@ -56,9 +51,8 @@ def test_process_inputs_prefers_sentences():
 @pytest.mark.parametrize("strip, width", [(None, 8), (4, 4), (3, 3), (16, 8)])
 def test_pad_batch_and_strip_sequence(strip, width):
     tokens = np.arange(24).reshape(3, 8)
-    out, added, old_width = requests.pad_batch_and_strip_sequence(
-        tokens, np.array([3, 2, 1]), 4, strip
-    )
+    given = tokens, np.array([3, 2, 1]), 4, strip
+    out, added, old_width = requests.pad_batch_and_strip_sequence(*given)
     assert out["inputs"].shape == (4, width) and added == 1 and old_width == 8
     assert (out["inputs"][:3] == tokens[:, :width]).all() and (out["inputs"][3] == 0).all()
     assert out["sequence_length"].tolist() == [3, 2, 1, 0]

@@ -21,10 +21,8 @@ def training_request(rows=2, width=5):
 
 
 def scoring_request(rows=2, width=5):
-    return {
-        "tokens": np.ones((rows, width), np.int64),
-        "sequence_lengths": np.full((rows, 1), width, np.int64),
-    }
+    lengths = np.full((rows, 1), width, np.int64)
+    return {"tokens": np.ones((rows, width), np.int64), "sequence_lengths": lengths}
 
 
 def table(specs):
@@ -33,11 +31,8 @@ def table(specs):
 
 
 def test_endpoints_are_those_of_the_protocol():
-    scoring = [
-        ("sentences", "bytes", (-1,), True),
-        ("tokens", "int64", (-1,), True),
-        ("sequence_lengths", "int64", (-1,), True),
-    ]
+    rows = "int64", (-1,), True
+    scoring = [("sentences", "bytes", (-1,), True), ("tokens", *rows), ("sequence_lengths", *rows)]
     tokenizer = ("tokenizer", "bytes", (1,), True)
     combined, alone = schema.critic_infer_endpoint(True), schema.critic_infer_endpoint(False)
     assert combined.name == alone.name == "critic_infer" and combined.batching
@@ -195,9 +190,8 @@ def rewards(*numbers):
 
 
 def test_good_answers_pass():
-    validation.validate_reply(
-        schema.reward_model_endpoint(), {"rewards": rewards(1, -2)}, samples=2
-    )
+    reply = {"rewards": rewards(1, -2)}
+    validation.validate_reply(schema.reward_model_endpoint(), reply, samples=2)
     values = np.array([[np.nan, 1, 2, np.nan], [0, 1, np.inf, 0]], np.float32)
     # A server may answer more columns than are used.
     used = np.array([[False, True, True], [True, True, False]])
@@ -214,14 +208,8 @@ def test_good_answers_pass():
         ({"rewards": np.ones((3, 1), np.int64)}, ["int64", "rewards: float32 ['N', 1]"]),
         ({"rewards": np.ones(3, np.float32)}, ["[3] for 3 sample(s)", "[3, 1] is needed"]),
         ({"rewards": rewards(1, 2)}, ["[2, 1] for 3 sample(s)", "[3, 1] is needed"]),
-        (
-            {"rewards": np.ones((3, 2), np.float32)},
-            ["[3, 2]", "model.regression.merge_attributes"],
-        ),
-        (
-            {"rewards": rewards(1, np.nan, np.nan)},
-            ["'rewards' is nan in sample 1", "2 of 3", "weights"],
-        ),
+        ({"rewards": np.ones((3, 2), np.float32)}, ["[3, 2]", "regression.merge_attributes"]),
+        ({"rewards": rewards(1, np.nan, np.nan)}, ["nan in sample 1", "2 of 3", "weights"]),
         ({"rewards": rewards(1, 2, -np.inf)}, ["'rewards' is -inf in sample 2", "1 of 3"]),
     ],
 )

@@ -11,12 +11,8 @@ from nemo_aligner.data.nlp.builders import build_sft_dataset
 from nemo_aligner.models.nlp.gpt.gpt_sft_model import GPTSFTModel
 from tests.tiny_models import tiny_config
 
-LINES = [
-    ("the film", "was a joy"),
-    ("a dull", "plot"),
-    ("I loved the music", "and the story is warm"),
-    ("x", "y"),
-]
+LINES = [("the film", "was a joy"), ("a dull", "plot")]
+LINES += [("I loved the music", "and the story is warm"), ("x", "y")]
 
 
 @pytest.fixture(scope="module")
@@ -35,9 +31,8 @@ def test_loss_and_gradient_equal_a_loop_over_response_tokens(
 ):
     # The last slot of the batch is empty.
     batch = dataset.collate_fn([dataset[0], dataset[1], dataset[2], dataset[-1]])
-    cfg = tiny_config(
-        tiny_tokenizer_dir, architecture=architecture, micro_batch_size=micro_batch_size
-    )
+    own = {"architecture": architecture, "micro_batch_size": micro_batch_size}
+    cfg = tiny_config(tiny_tokenizer_dir, **own)
     vocab = tiny_tokenizer.vocab_size
     plain = GPTSFTModel(cfg).unwrapped()[0]
     terms = []
@@ -74,10 +69,8 @@ def test_loss_reductions_and_their_weights(tiny_tokenizer_dir, dataset, reductio
     model = GPTSFTModel(cfg)
     model.prepare_for_validation_step()
     samples = [dataset[0], dataset[2], dataset[1], dataset[-1]]  # the last one is empty
-    alone = [
-        model.get_loss_and_metrics(dataset.collate_fn([sample]), forward_only=True)[0]
-        for sample in samples
-    ]
+    batches = [dataset.collate_fn([sample]) for sample in samples]
+    alone = [model.get_loss_and_metrics(batch, forward_only=True)[0] for batch in batches]
     lengths = [int(dataset.collate_fn([sample])["loss_mask"].ne(0).sum()) for sample in samples]
     assert lengths[3] == 0 and len(set(lengths)) == 4 and alone[3] == 0
     sums, counts = {

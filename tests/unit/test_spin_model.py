@@ -78,12 +78,8 @@ def test_the_last_response_is_told_from_its_prompt(tiny_tokenizer, data):
 def test_of_a_conversation_the_last_turn_that_is_whole_or_cut_is_the_response(
     tiny_tokenizer, tmp_path
 ):
-    turns = [
-        ("user", "hello"),
-        ("assistant", "a joy"),
-        ("user", "and"),
-        ("assistant", "a bad one"),
-    ]
+    turns = [("user", "hello"), ("assistant", "a joy"), ("user", "and")]
+    turns.append(("assistant", "a bad one"))
     messages = [{"role": role, "content": content} for role, content in turns]
     template = tmp_path / "template.jinja"
     template.write_text(CHAT)
@@ -140,13 +136,9 @@ def naive_iterations(hf, data, drawn, eos_id, average):
             if start >= len(item["tokens"]):
                 continue  # nothing of its response is left
             prompt = item["tokens"][:start]
-            own = reference.generate(
-                torch.tensor([prompt]),
-                max_new_tokens=LONGEST_RESPONSE,
-                do_sample=False,
-                eos_token_id=eos_id,
-                pad_token_id=eos_id,
-            )[0].tolist()
+            ends = {"eos_token_id": eos_id, "pad_token_id": eos_id, "do_sample": False}
+            tokens = torch.tensor([prompt])
+            own = reference.generate(tokens, max_new_tokens=LONGEST_RESPONSE, **ends)[0].tolist()
             for side, row in enumerate((item["tokens"], own)):
                 rows[side].append(row)
                 labels[side].append([-100] * start + row[start:])
@@ -204,13 +196,8 @@ def test_two_iterations_end_at_the_weights_of_a_loop_with_trl(
     for step, (pairs, metrics, expected) in enumerate(zip(played, log, naive, strict=True)):
         valid = pairs["loss_mask"].any(dim=1)
         assert valid.sum() == len(expected["responses"])
-        generated = [
-            row[:length].tolist()
-            for row, length, counts in zip(
-                pairs["generated"], pairs["generated_length"], valid, strict=True
-            )
-            if counts
-        ]
+        rows = zip(pairs["generated"], pairs["generated_length"], valid, strict=True)
+        generated = [row[:length].tolist() for row, length, counts in rows if counts]
         assert generated == expected.pop("responses"), step
         if step % (STEPS_PER_EPOCH * EPOCHS) == 0:
             del expected["acc"]  # that of rounding errors
@@ -301,9 +288,7 @@ def test_with_adapters_the_reference_is_those_of_the_iteration_before(
     assert torch.equal(at[3][1], at[0][1]) and not torch.equal(*at[3])
 
 
-def test_a_checkpoint_of_iterations_of_another_length_is_refused(
-    tiny_tokenizer_dir, tiny_tokenizer, data
-):
+def test_iterations_of_another_length_are_refused(tiny_tokenizer_dir, tiny_tokenizer, data):
     model = tiny_model(tiny_tokenizer_dir)
     trainer, _, _ = trainer_of(model, data, tiny_tokenizer, max_epochs=1)
     state = {"step": 4, "consumed_samples": 16, "epoch": 1, "iteration": 0}

@@ -122,11 +122,8 @@ main()
 )
 def test_the_command_line_is_that_of_hydra(arguments, printed, tmp_path):
     (tmp_path / "job.py").write_text(JOB)
-    for folder, name, text in (
-        ("conf", "one", "name: one\nsize: 1\n"),
-        ("conf", "two", "name: two\n"),
-        ("other", "three", "name: three\n"),
-    ):
+    files = ("conf", "one", "\nsize: 1"), ("conf", "two", ""), ("other", "three", "")
+    for folder, name, text in ((folder, n, f"name: {n}{more}\n") for folder, n, more in files):
         (tmp_path / folder).mkdir(exist_ok=True)
         (tmp_path / folder / f"{name}.yaml").write_text(text)
     before = set(tmp_path.rglob("*"))

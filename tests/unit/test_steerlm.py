@@ -49,12 +49,9 @@ def turn(speaker, value, label=None):
 
 def conversation(number=0, **fields):
     """Two responses, of lengths that depend on the number."""
-    turns = [
-        turn("User", f"hello {number}"),
-        turn("Assistant", "a" * (1 + number % 4), "quality:1"),
-        turn("User", "more"),
-        turn("Assistant", "b" * (2 + number % 3)),
-    ]
+    first = turn("Assistant", "a" * (1 + number % 4), "quality:1")
+    second = turn("Assistant", "b" * (2 + number % 3))
+    turns = [turn("User", f"hello {number}"), first, turn("User", "more"), second]
     return {"conversations": turns, "mask": "User", **fields}
 
 
@@ -82,10 +79,8 @@ def run(script, monkeypatch, capsys, *arguments, folder=SCRIPTS):
 def test_labels_are_texts_and_numbers():
     assert steerlm.encode_label({"quality": 4, "humor": 0}) == "quality:4,humor:0"
     names = ("quality", "humor")
-    assert process_to_regression_format.parse_label("humor:0, quality:3.5", names) == {
-        "humor": 0.0,
-        "quality": 3.5,
-    }
+    read = process_to_regression_format.parse_label("humor:0, quality:3.5", names)
+    assert read == {"humor": 0.0, "quality": 3.5}
     assert steerlm.rounded_label([4.6, -0.2], names) == "quality:4,humor:0"
     assert steerlm.rounded_label([1.49, 2.51], names) == "quality:1,humor:3"
     for text, message in [
@@ -104,12 +99,8 @@ def test_labels_are_texts_and_numbers():
 
 
 def test_the_text_of_a_response_ends_where_its_label_would_begin():
-    turns = [
-        turn("Human", "hello", "quality:1"),
-        turn("Bot", "first", "quality:2,humor:1"),
-        turn("Human", "more"),
-        turn("Bot", "second", "verbosity:4"),
-    ]
+    turns = [turn("Human", "hello", "quality:1"), turn("Bot", "first", "quality:2,humor:1")]
+    turns += [turn("Human", "more"), turn("Bot", "second", "verbosity:4")]
     record = {"conversations": turns, "mask": "Human"}
     begin = "<extra_id_1>User\nhello\n<extra_id_1>Assistant\nfirst\n"
     whole = begin + "<extra_id_1>User\nmore\n<extra_id_1>Assistant\nsecond\n"
@@ -135,14 +126,9 @@ def message(text, *replies, role="prompter", **labels):
     return {"text": text, "role": role, "replies": list(replies), **(fields if labels else {})}
 
 
-TREE = {
-    "prompt": message(
-        "hello",
-        message("hi", message("bye", quality=1.0), role="assistant", quality=0.75, humor=0.1),
-        message("what", role="assistant"),
-        quality=0.5,
-    )
-}
+BYE = message("bye", quality=1.0)
+HI = message("hi", BYE, role="assistant", quality=0.75, humor=0.1)
+TREE = {"prompt": message("hello", HI, message("what", role="assistant"), quality=0.5)}
 
 
 def test_conversations_of_open_assistant(tmp_path, monkeypatch, capsys):
@@ -181,9 +167,8 @@ def test_conversations_of_open_assistant(tmp_path, monkeypatch, capsys):
 
 def test_conversations_of_help_steer(tmp_path, monkeypatch, capsys):
     names = steerlm.HELPSTEER_ATTRIBUTES
-    rows = [
-        {"prompt": f"p{n}", "response": "r", **{name: n % 5 for name in names}} for n in range(4)
-    ]
+    rated = [{name: n % 5 for name in names} for n in range(4)]
+    rows = [{"prompt": f"p{n}", "response": "r", **each} for n, each in enumerate(rated)]
     (tmp_path / "hs").mkdir()
     write(tmp_path / "hs/train.jsonl", rows)
     write(tmp_path / "hs/validation.jsonl", rows[:1])
@@ -352,10 +337,8 @@ def test_a_refused_conversation_is_named_and_those_before_it_are_kept(tmp_path):
 
 def test_a_server_that_cannot_be_used_is_one_error(tmp_path, monkeypatch):
     path, out = write(tmp_path / "in.jsonl", [conversation()]), tmp_path / "out.jsonl"
-    with (
-        RatingServer(outputs=1) as server,
-        pytest.raises(UserError, match=r"gives 1 number.*2 attributes \(length, letters\)"),
-    ):
+    said = r"gives 1 number.*2 attributes \(length, letters\)"
+    with RatingServer(outputs=1) as server, pytest.raises(UserError, match=said):
         annotated(path, out, server)
     assert not out.exists()
     with pytest.raises(ServerUnreachableError, match="attribute_annotate"):

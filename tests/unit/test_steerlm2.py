@@ -13,7 +13,7 @@ from nemo.collections.common.tokenizers.bytelevel_tokenizers import ByteLevelTok
 from omegaconf import OmegaConf
 
 from nemo_aligner.config.defaults import complete_config
-from nemo_aligner.config.jobs.sft import check_steerlm2
+from nemo_aligner.config.jobs.supervised import check_steerlm2
 from nemo_aligner.config.values import Values, resolved
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.core.preference import prompt_weights, target_weights
@@ -145,11 +145,8 @@ def record(**changes):
     }
 
 
-SHORT = {
-    "prompt_turns": [{"from": "User", "value": "hi"}],
-    "label": None,
-    "responses": [response("one", -1, -5, -5), response("two", -2, -5, -5)],
-}
+SHORT = {"prompt_turns": [{"from": "User", "value": "hi"}], "label": None}
+SHORT["responses"] = [response("one", -1, -5, -5), response("two", -2, -5, -5)]
 
 
 def data_of(path, **section):
@@ -157,10 +154,8 @@ def data_of(path, **section):
     return build_steerlm2_dataset(cfg, ByteLevelTokenizer({}), special_tokens=MARKS)
 
 
-PROMPT = (
-    "\x00System\nBe kind.\n\x11User\nhello\n\x11Assistant\nthe film\n\x11User\nmore\n"
-    "\x11Assistant\n\x12quality:4\n"
-)
+PROMPT = "\x00System\nBe kind.\n\x11User\nhello\n\x11Assistant\nthe film\n"
+PROMPT += "\x11User\nmore\n\x11Assistant\n\x12quality:4\n"
 
 
 def test_texts_masks_and_weights_by_hand(write):
@@ -253,20 +248,11 @@ def test_a_bad_record_is_named_with_file_and_line(changes, message, write):
 
 def test_the_call_of_nemo_aligners_script(tmp_path, write):
     path = write(record())
-    data = SteerLM2Dataset(
-        file_path=path,
-        tokenizer=ByteLevelTokenizer({}),
-        max_seq_length=128,
-        min_seq_length=1,
-        add_bos=False,
-        sep_id=0,
-        label_key="output",
-        answer_only_loss=True,
-        index_mapping_dir=str(tmp_path),
-        hf_dataset=True,
-        special_tokens=MARKS,
-        output_original_text=False,
-    )
+    parts = {"file_path": path, "tokenizer": ByteLevelTokenizer({}), "max_seq_length": 128}
+    parts |= {"min_seq_length": 1, "add_bos": False, "sep_id": 0, "label_key": "output"}
+    parts |= {"answer_only_loss": True, "index_mapping_dir": str(tmp_path), "hf_dataset": True}
+    parts |= {"special_tokens": MARKS, "output_original_text": False}
+    data = SteerLM2Dataset(**parts)
     assert bytes(data[0]["responses"][2].tokens).decode() == f"{PROMPT}x\n\x11"
     assert data.data_cfg["index_mapping_dir"] == str(tmp_path)
 
@@ -315,9 +301,8 @@ def ragged_batch(tokenizer, write, count=4):
 def log_probs_of(plain, batch, vocab):
     """[B, n]: the log-prob of each response, row by row, with its gradient."""
     rows = []
-    for prompt, mask, labels in zip(
-        batch["tokens"], batch["loss_mask"], batch["labels"], strict=True
-    ):
+    columns = (batch[name] for name in ("tokens", "loss_mask", "labels"))
+    for prompt, mask, labels in zip(*columns, strict=True):
         for tokens, counts, wanted in zip(prompt, mask, labels, strict=True):
             ids = tokens[None]
             logits = plain(ids, torch.arange(ids.shape[1])[None], None)[0, :, :vocab]
@@ -376,13 +361,9 @@ def test_loss_and_gradient_equal_autograd_of_the_divergence(
 
 def own_batch(tokenizer_dir, tokenizer, write, **changes):
     """A model, and a batch whose earlier policy is the model itself."""
-    cfg = tiny_config(
-        tokenizer_dir,
-        encoder_seq_length=64,
-        max_position_embeddings=64,
-        steerlm2={"micro_batch_size": 2, "forward_micro_batch_size": 2},
-        **changes,
-    )
+    sizes = {"encoder_seq_length": 64, "max_position_embeddings": 64}
+    sizes["steerlm2"] = {"micro_batch_size": 2, "forward_micro_batch_size": 2}
+    cfg = tiny_config(tokenizer_dir, **sizes, **changes)
     model = GPTSteerLMModel(cfg)
     batch = ragged_batch(tokenizer, write)
     rows = {key: batch[key].flatten(0, 1) for key in ("tokens", "labels")}

@@ -180,12 +180,9 @@ def test_before_the_first_step_and_asked_twice_a_job_ends_at_once(
 
 def started(phase, folder, interrupt_handler):
     """`JOB` in `phase`; it does not outlive the test."""
-    job = subprocess.Popen(
-        [sys.executable, "-c", JOB, phase, str(folder), interrupt_handler],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    command = [sys.executable, "-c", JOB, phase, str(folder), interrupt_handler]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    job = subprocess.Popen(command, **pipes)
     guard = threading.Timer(patience(30), job.kill)
     guard.daemon = True
     guard.start()

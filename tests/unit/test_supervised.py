@@ -41,10 +41,8 @@ class FakeModel:
             self.batches.append(batch.tolist())
             self.gradient = (2 * (self.weight - valid)).mean().item()
         loss = ((self.weight - valid) ** 2).mean().item() if len(valid) else float("nan")
-        return loss, {
-            "acc": valid.mean().item() if len(valid) else float("nan"),
-            "weights": float(len(valid)),
-        }
+        share = valid.mean().item() if len(valid) else float("nan")
+        return loss, {"acc": share, "weights": float(len(valid))}
 
     def summarize_metrics(self, metrics):
         return self.summary(metrics)
@@ -134,31 +132,17 @@ class Numbers(torch.utils.data.Dataset):
 def make(
     train=None, val=None, test=None, timer=None, run_init_validation=False, section=None, **cfg
 ):
-    defaults = {
-        "max_epochs": 2,
-        "max_steps": -1,
-        "val_check_interval": 2,
-        "save_interval": 4,
-        "gradient_clip_val": 1.5,
-        "alarms": None,
-    }
+    defaults = {"max_epochs": 2, "max_steps": -1, "val_check_interval": 2, "save_interval": 4}
+    defaults |= {"gradient_clip_val": 1.5, "alarms": None}
     cfg = OmegaConf.create(defaults | {"limit_train_batches": 1.0, "limit_val_batches": 1.0} | cfg)
     model = FakeModel()
     optimizer = FakeOptimizer(model)
-    return SupervisedTrainer(
-        cfg=cfg,
-        model=model,
-        optimizer=optimizer,
-        scheduler=optimizer,
-        train_dataloader=dataloader(22) if train is None else train,
-        val_dataloader=val,
-        test_dataloader=test,
-        logger=FakeLogger(),
-        ckpt_callback=Checkpoints(model, optimizer),
-        run_timer=timer or FakeRunTimer(),
-        run_init_validation=run_init_validation,
-        section=section,
-    )
+    parts = {"cfg": cfg, "model": model, "optimizer": optimizer, "scheduler": optimizer}
+    parts |= {"train_dataloader": dataloader(22) if train is None else train}
+    parts |= {"val_dataloader": val, "test_dataloader": test, "logger": FakeLogger()}
+    parts |= {"ckpt_callback": Checkpoints(model, optimizer), "run_timer": timer or FakeRunTimer()}
+    parts |= {"run_init_validation": run_init_validation, "section": section}
+    return SupervisedTrainer(**parts)
 
 
 def test_training_is_the_naive_loop():
@@ -179,13 +163,8 @@ def test_training_is_the_naive_loop():
         weight, lr = weight - lr * gradient, lr * 0.9
     assert trainer.model.weight == pytest.approx(weight)
     assert set(trainer.optimizer.clips) == {1.5}
-    step_calls = [
-        "zero_grad",
-        "prepare_for_training_step",
-        "backward",
-        "finish_training_step",
-        "step",
-    ]
+    step_calls = ["zero_grad", "prepare_for_training_step", "backward"]
+    step_calls += ["finish_training_step", "step"]
     assert trainer.model.calls == step_calls * 10
     assert trainer.logger.finalized and trainer.run_timer.started == 1
     assert (trainer.step, trainer.consumed_samples, trainer.epoch) == (10, 40, 2)
@@ -203,9 +182,8 @@ def test_validation_is_weighted_and_monitored():
     assert last["acc"] == pytest.approx(2.5) and of(trainer, "validation_hard/")[5][
         "acc"
     ] == pytest.approx(1.5)
-    assert last["loss"] == pytest.approx(
-        sum((trainer.model.weight - x) ** 2 for x in range(6)) / 6
-    )
+    mean = sum((trainer.model.weight - x) ** 2 for x in range(6)) / 6
+    assert last["loss"] == pytest.approx(mean)
     assert of(trainer, "timers/")[5]["validation_time"] >= 0
     middle, end = trainer.ckpt_callback.saves
     assert (middle.end, end.end) == (False, True)
@@ -213,10 +191,8 @@ def test_validation_is_weighted_and_monitored():
     assert middle.state == {"step": 4, "consumed_samples": 16, "epoch": 0, **place}
     assert end.candidates["val_loss"] == last["loss"] and end.candidates["step"] == 5
     assert end.candidates["train_loss"] == of(trainer, "train/")[4]["loss"]
-    assert (
-        "prepare_for_validation_step" in trainer.model.calls
-        and "finish_validation_step" in trainer.model.calls
-    )
+    for name in ("prepare_for_validation_step", "finish_validation_step"):
+        assert name in trainer.model.calls
 
 
 def test_a_batch_of_empty_slots_does_not_spoil_the_mean():
@@ -227,10 +203,8 @@ def test_a_batch_of_empty_slots_does_not_spoil_the_mean():
 
 
 def test_the_model_summarizes_means_and_the_held_out_numbers_are_kept():
-    loaders = {
-        "val": dataloader(6, random=False, drop_last=False),
-        "test": dataloader(4, random=False),
-    }
+    loaders = {"test": dataloader(4, random=False)}
+    loaders["val"] = dataloader(6, random=False, drop_last=False)
     trainer = make(**loaders, max_epochs=1)
     trainer.model.summary = lambda metrics: {"twice": 2 * metrics["acc"]} if metrics else {}
     trainer.fit()
@@ -243,19 +217,11 @@ def test_the_model_summarizes_means_and_the_held_out_numbers_are_kept():
 
 def test_limits_intervals_and_final_test():
     loaders = {"val": dataloader(20, random=False), "test": dataloader(8, random=False)}
-    trainer = make(
-        **loaders,
-        limit_train_batches=3,
-        limit_val_batches=1,
-        val_check_interval=0.7,
-        save_interval=-1,
-    )
+    limits = {"limit_train_batches": 3, "limit_val_batches": 1, "val_check_interval": 0.7}
+    trainer = make(**loaders, **limits, save_interval=-1)
     trainer.run_init_validation = True
-    assert (trainer.num_steps_per_epoch, trainer.max_steps, trainer.val_check_interval) == (
-        3,
-        6,
-        2,
-    )
+    found = trainer.num_steps_per_epoch, trainer.max_steps, trainer.val_check_interval
+    assert found == (3, 6, 2)
     trainer.fit()
     assert set(of(trainer, "validation/")) == {0, 2, 4, 6} and set(of(trainer, "test/")) == {6}
     assert of(trainer, "validation/")[0]["acc"] == 1.5  # the first batch alone
@@ -290,9 +256,8 @@ def test_a_save_that_is_due_has_a_validation():
 def test_a_save_without_a_validation_has_no_metric_of_one(monkeypatch):
     """Else it would be ranked by weights that it does not hold."""
     signalled = JobStopped(ExitCode.PRE_EMPTED, "SIGTERM")
-    monkeypatch.setattr(
-        stop_requests, "after_step", lambda step, timer: signalled if step == 3 else None
-    )
+    at_three = lambda step, timer: signalled if step == 3 else None
+    monkeypatch.setattr(stop_requests, "after_step", at_three)
     trainer = make(val=dataloader(4, random=False))
     assert fit_until_stopped(trainer) is signalled
     (save,) = trainer.ckpt_callback.saves
@@ -304,10 +269,8 @@ def test_a_save_without_a_validation_has_no_metric_of_one(monkeypatch):
 def test_each_validation_is_of_the_same_samples(workers):
     shuffled = dataloader(22, workers=workers)
     trainer = make(val=shuffled, limit_val_batches=0.5, val_check_interval=1)
-    trainer.model.get_loss_and_metrics = lambda batch, forward_only: (
-        0.0,
-        {"acc": float(batch.float().mean()), "weights": 4.0},
-    )
+    share = lambda batch: {"acc": float(batch.float().mean()), "weights": 4.0}
+    trainer.model.get_loss_and_metrics = lambda batch, forward_only: (0.0, share(batch))
     found = [trainer.run_validation()["acc"] for _ in range(4)]
     assert len(set(found)) == 1
 

@@ -35,16 +35,10 @@ def batch():
 
 def ours(name, b, logprobs, rows=slice(None), reduction="sequence", **options):
     weights = loss_weights(b.mask, reduction)
-    return ppo_actor_loss(
-        logprobs=logprobs[rows],
-        prev_logprobs=b.prev[rows],
-        advantages=b.advantages[rows],
-        weights=weights[rows],
-        ratio_eps=LOW,
-        ratio_eps_high=HIGH,
-        policy_loss=name,
-        **options,
-    )
+    given = {"logprobs": logprobs[rows], "prev_logprobs": b.prev[rows]}
+    given |= {"advantages": b.advantages[rows], "weights": weights[rows], "ratio_eps": LOW}
+    given |= {"ratio_eps_high": HIGH, "policy_loss": name, **options}
+    return ppo_actor_loss(**given)
 
 
 def clip(value, low=1 - LOW, high=1 + HIGH):
@@ -81,10 +75,8 @@ def expected(name, b, logprobs):
     for row in range(ROWS):
         keep = [t for t in range(WIDTH) if b.mask[row, t]]
         if keep:
-            columns = (
-                [values[row][t] for t in keep]
-                for values in (logprobs, b.prev.tolist(), b.logprobs.tolist())
-            )
+            rows = logprobs[row], b.prev[row].tolist(), b.logprobs[row].tolist()
+            columns = ([numbers[t] for t in keep] for numbers in rows)
             found.append(of_response(name, *columns, b.advantages[row, 0].item()))
     return -mean(found)
 
@@ -115,13 +107,9 @@ def test_micro_batches_add_up_and_other_slots_may_hold_nan(name, batch):
     x = batch.logprobs.clone().requires_grad_()
     whole, _ = ours(name, batch, x)
     whole.backward()
-    poisoned = SimpleNamespace(
-        mask=batch.mask,
-        **{
-            key: torch.where(batch.mask.bool(), getattr(batch, key), NAN)
-            for key in ("prev", "advantages", "logprobs")
-        },
-    )
+    keys, counts = ("prev", "advantages", "logprobs"), batch.mask.bool()
+    poisoned = {key: torch.where(counts, getattr(batch, key), NAN) for key in keys}
+    poisoned = SimpleNamespace(mask=batch.mask, **poisoned)
     y = poisoned.logprobs.clone().requires_grad_()
     parts = [ours(name, poisoned, y, slice(start, start + 2))[0] for start in (0, 2, 4)]
     sum(parts).backward()

@@ -14,11 +14,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from omegaconf import OmegaConf
 
 from nemo_aligner.core.errors import ConfigError, UserError
-from nemo_aligner.data.nlp.builders import (
-    blend,
-    build_dataloader,
-    build_train_valid_test_datasets,
-)
+from nemo_aligner.data.nlp.builders import blend, build_dataloader, build_train_valid_test_datasets
 from tests.data_sets import (
     build,
     build_labelled,
@@ -66,10 +62,8 @@ def test_tokens_give_the_items_of_their_texts(tmp_path, tiny_tokenizer, impl, ki
     """Two files, one with a text that is too long, as a whole and divided."""
     parts = TEXTS[:2], TEXTS[2:]
     texts = [write_jsonl(tmp_path / f"{n}.jsonl", part) for n, part in enumerate(parts)]
-    tokens = [
-        WRITERS[impl](tmp_path / f"t{n}", [tiny_tokenizer.text_to_ids(text) for text in part])
-        for n, part in enumerate(parts)
-    ]
+    ids = [[tiny_tokenizer.text_to_ids(text) for text in part] for part in parts]
+    tokens = [WRITERS[impl](tmp_path / f"t{n}", part) for n, part in enumerate(ids)]
     expected, *_ = BUILDERS[kind]({"train": texts}, tiny_tokenizer)
     found, *_ = BUILDERS[kind]({"train": tokens}, tiny_tokenizer, impl)
     assert len(found) == len(expected) == (6 if kind == "prompts" else 2)
@@ -93,20 +87,16 @@ def test_bad_files_of_tokens_are_refused(tmp_path, tiny_tokenizer):
 
     refused("mmap", tmp_path / "no", "no.idx does not exist. With .*data_impl=mmap a path names")
     write_mmap(tmp_path / "other", [[1, 2], [299, 300]])
-    refused(
-        "mmap", tmp_path / "other", "document 1: tokens from 299 to 300, but the tokenizer has"
-    )
+    said = "document 1: tokens from 299 to 300, but the tokenizer has"
+    refused("mmap", tmp_path / "other", said)
     write_mmap(tmp_path / "damaged", [[1, 2]])
     (tmp_path / "damaged.idx").write_bytes(b"no index at all")
     refused("mmap", tmp_path / "damaged", "damaged.idx is not the index of an indexed dataset")
     refused("packed_jsonl", tmp_path / "no.npy", "no.npy does not exist")
     (tmp_path / "text.npy").write_text('{"text": "a"}')
     refused("packed_jsonl", tmp_path / "text.npy", "text.npy is not a .npy file of tokens")
-    refused(
-        "packed_jsonl",
-        write_packed(tmp_path / "matrix", [[[1, 2]]]),
-        r"document 0: int64 of shape \(1, 2\), but the tokens of a text",
-    )
+    path = write_packed(tmp_path / "matrix", [[[1, 2]]])
+    refused("packed_jsonl", path, r"document 0: int64 of shape \(1, 2\), but the tokens of a text")
 
 
 @pytest.mark.parametrize(
@@ -294,10 +284,8 @@ def test_pairs_of_a_blend_stay_pairs(tmp_path, tiny_tokenizer):
     sides = ("chosen", "rejected")
     items = [dataset[index] for index in range(len(dataset))]
     pairs = [tuple(sample_of(item, side, tiny_tokenizer) for side in sides) for item in items]
-    assert sorted(pairs) in (
-        sorted([("a0", "a1"), ("b0", "b1"), ("a4", "a5")]),
-        sorted([("a0", "a1"), ("b0", "b1"), ("b0", "b1")]),
-    )
+    both = [("a0", "a1"), ("b0", "b1")]
+    assert sorted(pairs) in (sorted([*both, ("a4", "a5")]), sorted([*both, ("b0", "b1")]))
 
 
 @pytest.mark.slow

@@ -50,10 +50,8 @@ def example(number: int, top_k: int = K) -> TopKExample:
 
 def text(tokenizer, count: int = COUNT, top_k: int = K, rows: int | None = None) -> str:
     fingerprint = tokenizer_fingerprint(tokenizer)
-    return "".join(
-        to_line(example(n, top_k), n, count if rows is None else rows, fingerprint, "0")
-        for n in range(count)
-    )
+    rows = count if rows is None else rows
+    return "".join(to_line(example(n, top_k), n, rows, fingerprint, "0") for n in range(count))
 
 
 def old_text() -> str:

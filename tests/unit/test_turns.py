@@ -166,10 +166,7 @@ def two_turns():
 
 def test_observations_are_not_in_the_mask():
     rollout = two_turns()
-    assert response_mask(rollout).tolist() == [
-        [0, 1, 1, 0, 0, 1, 1, 0],
-        [0, 0, 1, 1, 1, 0, 0, 0],
-    ]
+    assert response_mask(rollout).tolist() == [[0, 1, 1, 0, 0, 1, 1, 0], [0, 0, 1, 1, 1, 0, 0, 0]]
     assert generated_tokens(rollout).tolist() == [4, 3]
     scores = Scores(torch.tensor([1.25, -2.0]), token_rewards=rollout["token_rewards"])
     metrics = compute_rollout_metrics(rollout, scores)
@@ -187,10 +184,7 @@ def test_advantages_leave_observations_out(gamma, lambda_):
     returns = calculate_reinforce_returns(rewards, gamma, mask)
     for row, kept in enumerate(mask.bool()):
         v, r = values[row, kept].tolist(), rewards[row, kept].tolist()
-        for name, lam, columns in (
-            ("advantages", lambda_, found[0]),
-            ("returns", 0.5, found[1]),
-        ):
+        for name, lam, columns in (("advantages", lambda_, found[0]), ("returns", 0.5, found[1])):
             expected, advantage, later = [], 0.0, 0.0
             for value, reward in zip(reversed(v), reversed(r), strict=True):
                 advantage = reward + gamma * later - value + gamma * lam * advantage

@@ -24,13 +24,8 @@ def test_this_environment_is_supported():
 
 
 def test_what_does_not_fit_is_named(monkeypatch):
-    lines = [
-        "numpy<1.20,>=1.19",
-        "no-such-package[extra]>=3",
-        "pytest>=1",
-        "also-missing>=1; extra == 'gpu'",
-        "of-another-python; python_version < '3.0'",
-    ]
+    lines = ["numpy<1.20,>=1.19", "no-such-package[extra]>=3", "pytest>=1"]
+    lines += ["also-missing>=1; extra == 'gpu'", "of-another-python; python_version < '3.0'"]
     monkeypatch.setattr(start_up.metadata, "requires", lambda _name: lines)
     found = start_up.unsupported()
     assert list(found) == ["numpy<1.20,>=1.19", "no-such-package[extra]>=3"]
@@ -70,20 +65,13 @@ def test_each_start_says_so_in_one_line(tmp_path, command):
     found.mkdir()
     (found / "METADATA").write_text("Metadata-Version: 2.1\nName: psutil\nVersion: 1.0\n")
     path = os.pathsep.join([str(tmp_path), str(ROOT)])
-    done = subprocess.run(
-        [sys.executable, *command],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    environment = os.environ | {"PYTHONPATH": path}
+    options = {"capture_output": True, "text": True, "timeout": 300}
+    done = subprocess.run([sys.executable, *command], cwd=ROOT, env=environment, **options)
     assert done.returncode != 0  # for another reason: the mistake in the command
     (line,) = [line for line in done.stderr.splitlines() if "psutil" in line]
-    assert line == (
-        "WARNING: nemo_aligner needs psutil>=5.9 (installed: 1.0). "
-        "Remedy: pip install 'psutil>=5.9'"
-    )
+    said = "WARNING: nemo_aligner needs psutil>=5.9 (installed: 1.0). "
+    assert line == f"{said}Remedy: pip install 'psutil>=5.9'"
 
 
 @pytest.mark.parametrize("python", LOCKS["PYTHONS"])

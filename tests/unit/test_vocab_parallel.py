@@ -49,9 +49,8 @@ def test_float64_against_torch(chunked, vocab_size, temperature):
     tokens = tokens.clamp(max=8)
     logits[..., vocab_size:] += 50  # padding that would take all probability
     ours, theirs = (logits.clone().requires_grad_() for _ in range(2))
-    logprobs, entropy = logprobs_and_entropy(
-        ours, tokens, temperature=temperature, vocab_size=vocab_size
-    )
+    own = {"temperature": temperature, "vocab_size": vocab_size}
+    logprobs, entropy = logprobs_and_entropy(ours, tokens, **own)
     dense = (theirs[:, :-1, :vocab_size] / temperature).log_softmax(-1)
     expected = dense.gather(-1, tokens[:, 1:, None]).squeeze(-1)
     expected_entropy = -(dense.exp() * dense).sum(-1)
@@ -128,10 +127,8 @@ def test_tokens_outside_the_vocabulary_have_probability_zero():
 def test_large_logits_stay_finite(scale):
     logits, tokens = inputs()
     logits = (logits + scale).requires_grad_()
-    logprobs, entropy = (
-        from_parallel_logits_to_logprobs(logits, tokens),
-        distributed_entropy(logits),
-    )
+    logprobs = from_parallel_logits_to_logprobs(logits, tokens)
+    entropy = distributed_entropy(logits)
     torch.testing.assert_close(logprobs, dense_logprobs(logits, tokens))
     (logprobs.sum() + entropy.sum()).backward()
     assert logits.grad.isfinite().all()
@@ -150,9 +147,8 @@ def test_unused_tokens_may_be_anything(chunked):
     results = []
     for x, y in ((logits, tokens), other):
         x.requires_grad_()
-        logprobs, entropy = (
-            torch.where(used, r, 0.0) for r in logprobs_and_entropy(x, y, vocab_size=9)
-        )
+        numbers = logprobs_and_entropy(x, y, vocab_size=9)
+        logprobs, entropy = (torch.where(used, each, 0.0) for each in numbers)
         results.append([logprobs, *torch.autograd.grad((logprobs + entropy).sum(), x)])
     for clean, dirty in zip(*results, strict=True):
         assert clean.isfinite().all() and torch.equal(clean, dirty)
@@ -183,9 +179,8 @@ def test_the_gradient_takes_the_place_of_the_logits(chunked, dtype, with_entropy
     # Into a leaf, through the copy that Megatron makes of half-precision outputs.
     copies = [source.to(torch.float32, copy=True) for _ in range(2)]
     from_parallel_logits_to_logprobs(copies[0], tokens, overwrite_logits=True).sum().backward()
-    (expected,) = torch.autograd.grad(
-        from_parallel_logits_to_logprobs(copies[1], tokens).sum(), source
-    )
+    whole = from_parallel_logits_to_logprobs(copies[1], tokens).sum()
+    (expected,) = torch.autograd.grad(whole, source)
     assert torch.equal(source.grad, expected)
 
 

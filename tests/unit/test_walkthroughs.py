@@ -228,13 +228,8 @@ def test_walk_tells_the_story_and_leaves_nothing_behind(tmp_path, scripts, capsy
     before = children()
     assert WALKS[name].main(["--run-dir", str(tmp_path / "a run"), "--steps", "2"]) == 0
     said = capsys.readouterr().out
-    for text in (
-        *STORIES[name],
-        "loss 0.25",
-        "The policy has learned",
-        "Report: ",
-        "GiB of memory",
-    ):
+    ends = "loss 0.25", "The policy has learned", "Report: ", "GiB of memory"
+    for text in (*STORIES[name], *ends):
         assert text in said
     assert (tmp_path / "a run" / "report.html").exists()
     summary = json.loads((tmp_path / "a run" / "summary.json").read_text())
@@ -249,11 +244,7 @@ def test_walk_tells_the_story_and_leaves_nothing_behind(tmp_path, scripts, capsy
     ("name", "actor", "message"),
     [
         ("run_dpo", "generate.py", "Not learned: the gold score rose by 0.000, clear is 0.300"),
-        (
-            "run_arithmetic",
-            "train_gpt_ppo_actor.py",
-            "Not learned: the share of exact responses rose by 0.000, clear is",
-        ),
+        ("run_arithmetic", "train_gpt_ppo_actor.py", "share of exact responses rose by 0.000"),
     ],
 )
 def test_walk_that_does_not_learn_exits_with_one(tmp_path, scripts, capsys, name, actor, message):
@@ -299,27 +290,18 @@ def test_without_a_critic_no_server_starts(tmp_path, scripts, capsys, walk):
     arguments = ["--run-dir", str(tmp_path / "run"), "--steps", "2", "--estimator", "rloo"]
     assert walk.main(arguments) == 0
     assert "The policy has learned" in capsys.readouterr().out
-    assert sorted(path.name for path in (tmp_path / "run").glob("*.log")) == [
-        "ppo_actor.log",
-        "sft.log",
-    ]
+    logs = sorted(path.name for path in (tmp_path / "run").glob("*.log"))
+    assert logs == ["ppo_actor.log", "sft.log"]
 
 
 def test_exact_responses_are_judged_by_the_data_not_by_the_reward(tmp_path):
     """A reward that is wrong shows up: the score asks the file of held-out sums."""
     (tmp_path / "sft_validation.jsonl").write_text('{"input": "12+34=", "output": "46"}\n')
     score = run_arithmetic.exact_responses(tmp_path).of
-    for response, expected in (
-        ("46", 1.0),
-        ("47", 0.0),
-        ("046", 0.0),
-        ("46 ", 0.0),
-        ("", 0.0),
-        ("4", 0.0),
-    ):
-        assert (
-            score({"prompt": "12+34=", "response": response, "reward": 1.0 - expected}) == expected
-        )
+    for response in ("46", "47", "046", "46 ", "", "4"):
+        expected = float(response == "46")
+        sample = {"prompt": "12+34=", "response": response, "reward": 1.0 - expected}
+        assert score(sample) == expected
 
 
 # --------------------------------------------------------------------------------------- signals
@@ -336,18 +318,13 @@ def test_exact_responses_are_judged_by_the_data_not_by_the_reward(tmp_path):
 )
 def test_signal_stops_every_child(tmp_path, scripts, name, script, num_children, signum):
     scripts(script, SLEEPER)
-    code = (
-        f"import sys; sys.path.insert(0, {str(QUICKSTART)!r}); import commands, {name}, pathlib; "
-    )
+    code = f"import sys; sys.path.insert(0, {str(QUICKSTART)!r}); "
+    code += f"import commands, {name}, pathlib; "
     code += f"commands.SCRIPTS = pathlib.Path({str(scripts.folder)!r}); "
     code += f"sys.exit({name}.main(sys.argv[1:]))"
     env = {**os.environ, "PYTHONPATH": str(QUICKSTART.parents[1])}
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, "--run-dir", str(tmp_path / "run")],
-        stdout=subprocess.PIPE,
-        text=True,
-        env=env,
-    )
+    command = [sys.executable, "-c", code, "--run-dir", str(tmp_path / "run")]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
     try:
         deadline = Deadline(60)
         while len(found := psutil.Process(process.pid).children(recursive=True)) < num_children:

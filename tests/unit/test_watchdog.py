@@ -203,8 +203,7 @@ def test_a_process_that_is_stopped_for_good_is_killed(start, tmp_path):
     code, err = job.ended()
     assert code == -signal.SIGKILL
     assert re.search(
-        r"HUNG: rank 0 of 1 has not run for \d+ s in phase 'train' \(it was stopped, as by ",
-        err,
+        r"HUNG: rank 0 of 1 has not run for \d+ s in phase 'train' \(it was stopped, as by ", err
     ), err
     assert ending(tmp_path)["name"] == "SIGKILL"
     wait_until(lambda: not is_alive(watcher), 10, lambda: "its end")

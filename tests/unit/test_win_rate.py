@@ -42,10 +42,8 @@ def brute_force(won, difference):
     width = 8.0
     while width > 1e-6:
         steps = [width * k / 4 for k in range(-4, 5)]
-        theta, phi = max(
-            ((theta + a, phi + b) for a in steps for b in steps),
-            key=lambda point: likelihood(*point),
-        )
+        points = ((theta + a, phi + b) for a in steps for b in steps)
+        theta, phi = max(points, key=lambda point: likelihood(*point))
         width /= 2
     return sigmoid(theta)
 
@@ -54,10 +52,8 @@ def pairs(n, seed, theta=0.3, phi=1.0):
     """Outcomes and differences in length, drawn from the model."""
     draw = random.Random(seed)
     difference = [round(draw.gauss(20, 60)) for _ in range(n)]
-    won = [
-        draw.choices([0.5, 1.0, 0.0], [0.1, sigmoid(theta + phi * math.tanh(d / 60)), 0.3])[0]
-        for d in difference
-    ]
+    chances = [sigmoid(theta + phi * math.tanh(d / 60)) for d in difference]
+    won = [draw.choices([0.5, 1.0, 0.0], [0.1, chance, 0.3])[0] for chance in chances]
     return won, difference
 
 

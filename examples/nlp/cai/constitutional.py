@@ -22,7 +22,7 @@ from nemo.utils import logging
 
 from nemo_aligner.core.errors import ServerRequestError, UserError
 from nemo_aligner.data.nlp.chat_records import Message
-from nemo_aligner.data.nlp.growing_files import append_lines, complete_lines
+from nemo_aligner.data.nlp.index_files import append_lines, complete_lines
 from nemo_aligner.data.nlp.nemo_chat import RESPONDER, USER
 from nemo_aligner.data.nlp.sources import Record
 from nemo_aligner.parallel.collectives import on_rank_zero

@@ -6,15 +6,7 @@
 What several of these modules share is in `keys/`.
 """
 
-from nemo_aligner.config.jobs import (
-    actors,
-    distillation,
-    generate,
-    preferences,
-    reward_model,
-    servers,
-    sft,
-)
+from nemo_aligner.config.jobs import actors, distillation, generate, servers, supervised
 
 JOBS = {
     job.name: job
@@ -23,13 +15,13 @@ JOBS = {
         servers.CRITIC_JOB,
         actors.RS_JOB,
         actors.REINFORCE_JOB,
-        reward_model.JOB,
+        supervised.REWARD_MODEL_JOB,
         servers.REWARD_SERVER_JOB,
-        sft.JOB,
-        preferences.DPO_JOB,
+        supervised.SFT_JOB,
+        supervised.DPO_JOB,
         distillation.STUDENT_JOB,
-        preferences.KTO_JOB,
-        preferences.SPIN_JOB,
+        supervised.KTO_JOB,
+        supervised.SPIN_JOB,
         generate.GENERATE,
         generate.EVALUATE,
         distillation.TOP_K_LOGITS,

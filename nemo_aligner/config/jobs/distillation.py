@@ -6,8 +6,8 @@ from typing import Any
 
 from nemo_aligner.config import data_rules
 from nemo_aligner.config.fields import ABSENT, Configuration, Section, inert, key, section
-from nemo_aligner.config.jobs.preferences import check_not_both_0
 from nemo_aligner.config.jobs.servers import Inference, Server
+from nemo_aligner.config.jobs.supervised import check_not_both_0
 from nemo_aligner.config.keys import common, rollouts
 from nemo_aligner.config.keys.data import ExampleChat, ExampleSet, Lines
 from nemo_aligner.config.keys.model import Model, PolicyPeft, TrainedModel

@@ -24,9 +24,9 @@ class Server(Section):
     """What takes requests.
 
     frontend: **new**: what takes the requests. `triton`: Triton, behind a front of this package.
-        `asgi`: uvicorn, without PyTriton; needs `pip install 'nemo-aligner-mcore[asgi]'`
-        ([jobs.md](jobs.md#servers-without-triton))
-    tls_certificate, tls_key: **new**: with `asgi`, PEM files of the certificate and the key with
+        `asgi`: without PyTriton
+        ([jobs.md](jobs.md#servers-without-triton-and-encrypted-ones))
+    tls_certificate, tls_key: **new**: PEM files of the certificate and the key with
         which the server encrypts; the key may be readable by you alone, and has no password. null:
         plain HTTP
     """

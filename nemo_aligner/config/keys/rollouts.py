@@ -282,7 +282,7 @@ class Remote(Section):
         `NEMO_ALIGNER_TOKEN`, if it is set
     tls_ca_file: **new**: PEM file of certificates. All servers of this section must then encrypt,
         and prove by their certificates that one of these has signed it, or is it; null: plain HTTP
-        ([jobs.md](jobs.md#servers-without-triton))
+        ([jobs.md](jobs.md#servers-without-triton-and-encrypted-ones))
     """
 
     pad_to_length: int | None = key(None, at_least=1)

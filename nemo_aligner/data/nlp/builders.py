@@ -10,20 +10,10 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
 from nemo.utils import logging
 from omegaconf import DictConfig, OmegaConf
 
 from nemo_aligner.config.data_rules import PARTS, check_data_impl, check_parts, holds_tokens
-from nemo_aligner.config.defaults import complete
-from nemo_aligner.config.inert_keys import check_later
-from nemo_aligner.config.jobs import JOBS
-from nemo_aligner.config.jobs.reward_model import (
-    RewardModelType,
-    learns_labelled_pairs,
-    reward_model_type,
-)
-from nemo_aligner.config.values import Values
 from nemo_aligner.core.errors import ConfigError
 from nemo_aligner.core.retired import retired_names
 from nemo_aligner.core.tokenizer import Tokenizer
@@ -31,20 +21,11 @@ from nemo_aligner.data.nlp import prompts, samplers
 from nemo_aligner.data.nlp.datasets import (
     DPOModelDataset,
     KTOModelDataset,
-    LabelledPairDataset,
     RegressionRewardModelDataset,
-    ResponseDataset,
     RewardModelDataset,
 )
 from nemo_aligner.data.nlp.file_dataset import FileDataset
-from nemo_aligner.data.nlp.record_encoder import begins_with_conversation, chat_form, say_default
-from nemo_aligner.data.nlp.records import Records
-from nemo_aligner.data.nlp.sft import PackedDataset, SFTChatDataset, SFTDataset
-from nemo_aligner.data.nlp.sources import CHUNK_ID, DataFile, data_paths
-from nemo_aligner.data.nlp.steerlm import SteerLM2Dataset
-from nemo_aligner.data.nlp.topk_logits import KnowledgeDistillationDataset
-from nemo_aligner.parallel import parallel_state
-from nemo_aligner.training.stop_requests import ignore_signals
+from nemo_aligner.data.nlp.records import CHUNK_ID, DataFile, Records, data_paths
 
 # (train, validation, test); validation is a dict where there are several sets.
 Datasets = tuple[Any, Any, Any]
@@ -264,55 +245,6 @@ def _split(size: int, splits_string: str) -> list[int]:
     return [round(size * total / sum(weights)) for total in np.cumsum([0.0, *weights])]
 
 
-def build_dataloader(
-    cfg: DictConfig,
-    dataset: torch.utils.data.Dataset[Any],
-    consumed_samples: int,
-    mbs: int,
-    gbs: int,
-    drop_last: bool = True,
-    pad_samples_to_global_batch_size: bool = False,
-    collate_fn: Callable[[list[Any]], Any] | None = None,
-    load_gbs: bool = True,
-    use_random_sampler: bool = True,
-) -> torch.utils.data.DataLoader[Any]:
-    """Build a data loader for this data-parallel rank that starts after `consumed_samples`.
-
-    Args:
-        cfg: complete configuration; `model.seed` and `model.data.num_workers` are read.
-        consumed_samples: samples that all ranks together have used.
-        load_gbs: yield this rank's share of a global batch; False yields micro-batches.
-        use_random_sampler: shuffle, with a new permutation in each epoch.
-    """
-    sampler_classes: dict[tuple[bool, bool], type[samplers.BatchSampler]] = {
-        (True, True): samplers.MegatronPretrainingRandomBatchSampler,
-        (True, False): samplers.MegatronPretrainingRandomSampler,
-        (False, True): samplers.MegatronPretrainingBatchSampler,
-        (False, False): samplers.MegatronPretrainingSampler,
-    }
-    batch_sampler = sampler_classes[bool(use_random_sampler), bool(load_gbs)](
-        total_samples=len(dataset),  # type: ignore[arg-type]  # torch's class has no __len__
-        consumed_samples=consumed_samples,
-        micro_batch_size=mbs,
-        global_batch_size=gbs,
-        data_parallel_rank=parallel_state.get_data_parallel_rank(),
-        data_parallel_size=parallel_state.get_data_parallel_world_size(),
-        drop_last=drop_last,
-        pad_samples_to_global_batch_size=pad_samples_to_global_batch_size,
-        seed=cfg.model.seed,
-    )
-    return torch.utils.data.DataLoader(
-        dataset,
-        batch_sampler=batch_sampler,
-        num_workers=cfg.model.data.num_workers,
-        pin_memory=torch.cuda.is_available(),
-        collate_fn=collate_fn,
-        worker_init_fn=ignore_signals,
-        # Not from the global generator: each new iterator draws a seed.
-        generator=torch.Generator().manual_seed(cfg.model.seed),
-    )
-
-
 def build_dataset_generic(
     cls: Callable[..., Any],
     cfg: DictConfig,
@@ -351,6 +283,7 @@ def build_dataset_generic(
 
 # --- the data sets of each job ---
 
+build_dataloader = samplers.build_dataloader
 collate_with_batch_max_sequence_length = prompts.collate_with_batch_max_sequence_length
 collate_with_pad_to_max_batch = prompts.collate_with_pad_to_max_batch
 identity_collate = prompts.identity_collate
@@ -362,107 +295,6 @@ build_train_valid_test_kto_datasets = partial(build_train_valid_test_datasets, K
 build_train_valid_test_regression_rm_datasets = partial(
     build_train_valid_test_datasets, RegressionRewardModelDataset
 )
-build_train_valid_test_knowledge_distillation_datasets = partial(
-    build_train_valid_test_datasets, KnowledgeDistillationDataset
-)
-
-
-def datasets_of_job(config_name: str, model: DictConfig) -> Callable[..., Datasets]:
-    """What builds the datasets of a job that reads `model.data.data_prefix`."""
-    records = JOBS[config_name].records
-    cls: type[FileDataset] = RewardModelDataset
-    if records == "logits":
-        on_policy = model.knowledge_distillation.on_policy.fraction is not None
-        cls = ResponseDataset if on_policy else KnowledgeDistillationDataset
-        return partial(build_train_valid_test_datasets, cls, n_chunks=model.data.n_chunks)
-    if records != "scored":
-        kinds: dict[str, type[FileDataset]] = {
-            "prompt": RLHFDataset,
-            "pair": DPOModelDataset,
-            "labelled": KTOModelDataset,
-        }
-        cls = kinds[records]
-    elif learns_labelled_pairs(model):
-        cls = LabelledPairDataset
-    elif reward_model_type(model.reward_model_type) is RewardModelType.REGRESSION:
-        cls = RegressionRewardModelDataset
-    return partial(build_train_valid_test_datasets, cls)
-
-
-CHAT_KEYS = frozenset(
-    "chat_template chat_template_kwargs one_turn_per_sample chat_date allow_empty_prompt".split()
-)
-
-
-def build_sft_dataset(
-    data_cfg: DictConfig,
-    tokenizer: Tokenizer,
-    num_samples: int | None = None,
-    answer_only_loss: bool = True,
-    is_chat: bool = True,
-    special_tokens: Mapping[str, str] | None = None,
-    model_cfg: DictConfig | None = None,
-    data: Mapping[str, Any] | None = None,
-    **more: Any,
-) -> SFTDataset | SFTChatDataset | PackedDataset:
-    """Build the dataset of `model.data.train_ds` or `validation_ds`: prompts with their responses,
-    or conversations. `ConfigError`: no files, or something that is not supported.
-
-    Args:
-        data_cfg: `file_path` (one, a list, or weights and files in turn: a blend),
-            `max_seq_length`, and optionally the other keys of that section.
-        num_samples: use at most so many samples; None or below 1 means all.
-        data: the section `model.data`; without it `is_chat` is its key `chat`, `special_tokens`
-            is `chat_prompt_tokens` (None: NeMo's), and `more` are others of `CHAT_KEYS`.
-        model_cfg: not used (NeMo-Aligner's signature).
-    """
-    if unknown := sorted(more.keys() - CHAT_KEYS):
-        raise TypeError(f"build_sft_dataset() got an unexpected argument {unknown[0]!r}")
-    section = {key: data_cfg.get(key) for key in data_cfg}
-    check_later(Values({"model": {"data": {"train_ds": section}}}), "gpt_sft")
-    paths, weights = data_paths(data_cfg.get("file_path"), "file_path in the SFT data section")
-    data_cfg = complete(data_cfg, "gpt_sft", "model.data.train_ds")
-    if data is None:
-        data = {"chat": is_chat, "chat_prompt_tokens": special_tokens, **more}
-    form = chat_form(data, tokenizer)
-    if form is not None and form.default:
-        if begins_with_conversation(paths[0], data_cfg):
-            say_default(form.default)
-        else:
-            form = None
-    options: dict[str, Any] = {
-        "max_seq_length": data_cfg.max_seq_length,
-        "answer_only_loss": answer_only_loss,
-        "pad_to_max_length": bool(data_cfg.get("pad_to_max_length")),
-        "data_cfg": data_cfg,
-        "allow_empty_prompt": bool(data.get("allow_empty_prompt")),
-    }
-    if form is not None:
-        options["one_turn_per_sample"] = bool(data.get("one_turn_per_sample"))
-        dataset: Any = SFTChatDataset(paths, tokenizer, form, **options)
-    else:
-        names = "prompt_template label_key truncation_field truncation_method add_bos add_eos"
-        options |= {name: data_cfg[name] for name in names.split()}
-        keep_lengths = bool(data_cfg.packed_sequence)
-        dataset = SFTDataset(paths, tokenizer, keep_lengths=keep_lengths, **options)
-    dataset = blended(dataset, weights, num_samples)
-    return PackedDataset(dataset) if data_cfg.packed_sequence else dataset
-
-
-def build_steerlm2_dataset(
-    data_cfg: DictConfig,
-    tokenizer: Tokenizer,
-    num_samples: int | None = None,
-    special_tokens: Mapping[str, str] | None = None,
-) -> SteerLM2Dataset:
-    """Build the dataset of a section of SteerLM 2.0; arguments as for `build_sft_dataset`."""
-    paths, weights = data_paths(data_cfg.get("file_path"), "file_path in the SFT data section")
-    data_cfg = complete(data_cfg, "gpt_sft", "model.data.train_ds")
-    length, is_padded = data_cfg.max_seq_length, bool(data_cfg.get("pad_to_max_length"))
-    dataset = SteerLM2Dataset(
-        paths, tokenizer, length, special_tokens, is_padded, data_cfg=data_cfg
-    )
-    return blended(dataset, weights, num_samples)
 
 
 __getattr__ = retired_names(__name__)

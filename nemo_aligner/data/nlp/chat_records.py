@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from nemo_aligner.core.errors import UserError
-from nemo_aligner.data.nlp.records import EqualPairError, check_kind, missing
+from nemo_aligner.data.nlp.fields import EqualPairError, check_kind, missing
 from nemo_aligner.data.nlp.sources import Record
 
 Message = dict[str, Any]  # role and content, and what else a template reads

@@ -28,6 +28,7 @@ from nemo_aligner.data.nlp.chat_records import (
     holds_pair,
     response_messages,
 )
+from nemo_aligner.data.nlp.fields import is_number, missing
 from nemo_aligner.data.nlp.file_dataset import (
     EncodedDataset,
     Part,
@@ -42,14 +43,8 @@ from nemo_aligner.data.nlp.file_dataset import (
 from nemo_aligner.data.nlp.prompts import RLHFDataset as RLHFDataset
 from nemo_aligner.data.nlp.record_encoder import SURE
 from nemo_aligner.data.nlp.records import Records as Records
-from nemo_aligner.data.nlp.records import first_record, is_number, missing
-from nemo_aligner.data.nlp.sft import SFTChatDataset as SFTChatDataset
-from nemo_aligner.data.nlp.sft import SFTDataset as SFTDataset
+from nemo_aligner.data.nlp.records import first_record
 from nemo_aligner.data.nlp.sources import Record
-from nemo_aligner.data.nlp.steerlm import SteerLM2Dataset as SteerLM2Dataset
-from nemo_aligner.data.nlp.topk_logits import (
-    KnowledgeDistillationDataset as KnowledgeDistillationDataset,
-)
 
 
 @accepts_nemo_aligner_call

@@ -16,7 +16,7 @@ from omegaconf import DictConfig
 from typing_extensions import Self
 
 from nemo_aligner.core.errors import UserError
-from nemo_aligner.core.masks import lengths_before
+from nemo_aligner.core.tensors import lengths_before
 from nemo_aligner.core.tokenizer import Tokenizer
 from nemo_aligner.data.nlp.chat_records import (
     ConversationForm,
@@ -27,9 +27,10 @@ from nemo_aligner.data.nlp.chat_records import (
     holds_pair,
     pair_messages,
 )
+from nemo_aligner.data.nlp.fields import prompt_hint
 from nemo_aligner.data.nlp.record_encoder import RecordEncoder
-from nemo_aligner.data.nlp.records import Records, prompt_hint, settings_of
-from nemo_aligner.data.nlp.sources import GivenRecords, Record
+from nemo_aligner.data.nlp.records import GivenRecords, Records, settings_of
+from nemo_aligner.data.nlp.sources import Record
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,8 @@ results of its check), and copies of it in a form that can be mapped into memory
 
 Their names hold a hash of all that they depend on, so they are never out of date. A file appears
 complete, by being renamed; of several processes that need the same one the first makes it.
+
+Below: files that a command writes line by line; stopped, it goes on where the file ends.
 """
 
 import contextlib
@@ -14,15 +16,15 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from nemo_aligner.checkpoint.checksums import SMALL as SMALL
+from nemo_aligner.checkpoint.checksums import content_samples
 from nemo_aligner.core import leftovers
-from nemo_aligner.core.content import SMALL as SMALL
-from nemo_aligner.core.content import content_samples
 from nemo_aligner.core.errors import UserError
 
 FOLDER = ".nemo_aligner_index"
@@ -171,3 +173,40 @@ def _alone(lock: Path) -> Iterator[None]:
         yield
     finally:
         held.release()
+
+
+def complete_lines(path: Path, check: Callable[[int, bytes], None]) -> int:
+    """How many whole lines a file holds, 0 without one; a torn last line is removed. Its folder is
+    made (`SaveError`: it cannot be). `check` gets the number of each line, from 0, and the line,
+    and raises if the command would not have written it.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not path.exists():
+            return 0
+    except OSError as error:
+        from nemo_aligner.checkpoint.checksums import save_error  # heavy
+
+        raise save_error(path, error) from None
+    count, end = 0, 0
+    with path.open("rb") as file:
+        for line in file:
+            if not line.endswith(b"\n"):
+                break
+            check(count, line)
+            count, end = count + 1, end + len(line)
+    if end < path.stat().st_size:
+        with path.open("r+b") as file:
+            file.truncate(end)
+    return count
+
+
+def append_lines(path: Path, lines: Iterable[str]) -> None:
+    """Add lines, each with its newline, to a file; `SaveError`: it cannot be written."""
+    try:
+        with path.open("a", encoding="utf-8") as file:
+            file.writelines(lines)
+    except OSError as error:
+        from nemo_aligner.checkpoint.checksums import save_error  # heavy
+
+        raise save_error(path, error) from None

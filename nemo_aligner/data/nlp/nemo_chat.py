@@ -36,7 +36,7 @@ from nemo_aligner.data.nlp.chat_records import (
     read_messages,
     template_options,
 )
-from nemo_aligner.data.nlp.records import check_kind
+from nemo_aligner.data.nlp.fields import check_kind
 from nemo_aligner.data.nlp.sources import Record
 
 SYSTEM, USER, RESPONDER = "System", "User", "Assistant"

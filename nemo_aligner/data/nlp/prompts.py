@@ -14,11 +14,10 @@ from omegaconf import DictConfig
 from typing_extensions import Self
 
 from nemo_aligner.core.errors import ConfigError, UserError
-from nemo_aligner.core.tensors import batch_pad_to_fixed_len
 from nemo_aligner.core.tokenizer import Tokenizer
 from nemo_aligner.data.nlp.chat_records import A_SAMPLE, Message, prompt_messages
+from nemo_aligner.data.nlp.fields import columns_asked, is_number
 from nemo_aligner.data.nlp.file_dataset import EncodedDataset, Part, accepts_nemo_aligner_call
-from nemo_aligner.data.nlp.records import columns_asked, is_number
 from nemo_aligner.data.nlp.sources import Record
 
 
@@ -223,7 +222,9 @@ def collate_with_batch_max_sequence_length(
     """
     texts = [item["text"] for item in data_batch]
     width = max(map(len, texts)) + response_token_length
-    batch = {"text": batch_pad_to_fixed_len(texts, width, eos_id)}
+    pad = torch.nn.functional.pad
+    padded = [pad(text, (0, width - len(text)), value=eos_id) for text in texts]
+    batch = {"text": torch.stack(padded)}
     for key in ("length", "loss_multiplier", "idx", "record"):
         if key in data_batch[0]:
             batch[key] = torch.stack([item[key] for item in data_batch])

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from nemo_aligner.checkpoint.file_references import check_not_outside
+from nemo_aligner.checkpoint.data_only import check_not_outside
 from nemo_aligner.config.data_rules import (
     FROM_TOKENIZER,
     KEPT_FORM,
@@ -23,7 +23,7 @@ from nemo_aligner.config.data_rules import (
     line_ends,
 )
 from nemo_aligner.core.errors import ConfigError, UserError
-from nemo_aligner.core.tokenizer import Tokenizer, begins_with_bos, text_tokens
+from nemo_aligner.core.tokenizer import Tokenizer, begins_with_bos
 from nemo_aligner.data.nlp.chat_records import (
     ConversationForm,
     Encoded,
@@ -34,9 +34,9 @@ from nemo_aligner.data.nlp.chat_records import (
     speaks_to_assistant,
 )
 from nemo_aligner.data.nlp.chat_template import ChatTemplate, own_chat_template
-from nemo_aligner.data.nlp.nemo_chat import NEMO_TOKENS, ChatTokens, NeMoChat
-from nemo_aligner.data.nlp.records import NO_FORM, check_text, first_record, missing
-from nemo_aligner.data.nlp.sources import CHUNK_ID, DataFile, Record, data_paths
+from nemo_aligner.data.nlp.fields import NO_FORM, check_text, missing
+from nemo_aligner.data.nlp.records import CHUNK_ID, DataFile, data_paths, first_record
+from nemo_aligner.data.nlp.sources import Record
 
 # Tokens that stand for no character (bos, eos, SentencePiece's leading space), at most.
 EXTRA_TOKENS = 8
@@ -49,6 +49,7 @@ class TextEncoder:
         data_cfg = data_cfg or {}
         self.tokenizer = tokenizer
         self.add_bos = begins_with_bos(tokenizer, data_cfg.get("add_bos"), "model.data.add_bos")
+        self.bos: list[Any] = [tokenizer.bos_id] if self.add_bos else []
         self.append_eod = bool(data_cfg.get("append_eod"))
         self.fix_text: Callable[[str], str] | None = None
         if data_cfg.get("apply_ftfy"):
@@ -68,7 +69,8 @@ class TextEncoder:
     def without_end(self, text: str) -> list[int]:
         """The tokens of a text that goes on, so without `append_eod`."""
         text = self.fix_text(text) if self.fix_text else text
-        return text_tokens(self.tokenizer, text, self.add_bos)
+        tokens = list(self.tokenizer.text_to_ids(text))
+        return tokens if tokens[:1] == self.bos else self.bos + tokens
 
     def length(self, text: str | np.ndarray, limit: int) -> int:
         """Number of tokens: exact if above `limit`, else possibly an upper bound, as a short ASCII
@@ -318,7 +320,8 @@ class RecordEncoder:
                     "for a user's message), or set model.data.chat_template=null."
                 )
         text = record.get("text")
-        if not isinstance(text, np.ndarray):
+        is_text = isinstance(text, str) and (allow_blank or text.strip())
+        if not (is_text or isinstance(text, np.ndarray)):
             check_text(record, "text", allow_blank=allow_blank)
         return text
 
@@ -362,6 +365,8 @@ def chat_form(data_cfg: Mapping[str, Any] | None, tokenizer: Tokenizer) -> Conve
         options = options or kept.get("chat_template_kwargs")
     form: ConversationForm
     if data_cfg.get("chat"):
+        from nemo_aligner.data.nlp.nemo_chat import NEMO_TOKENS, ChatTokens, NeMoChat
+
         given = data_cfg.get("chat_prompt_tokens")
         form = NeMoChat(tokenizer, ChatTokens.of(given) if given else NEMO_TOKENS)
     else:

@@ -2,30 +2,36 @@
 # SPDX-License-Identifier: Apache-2.0
 """Records of data files of any kind: each is read and checked once at start, a broken one is an
 error with its file and row. What the check found is kept for the next start (`index_files.py`).
-`model.data.columns` says which columns of a file hold the fields that a job reads.
+Below: from a path in the configuration to the sources of its records (docs/data.md).
 """
 
 import functools
-import re
+import glob
+import io
+import json
+import math
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
+from omegaconf import OmegaConf
 
-from nemo_aligner.config.data_rules import line_ends, plain_columns
-from nemo_aligner.core.errors import UserError
+from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.core.tokenizer import Tokenizer
 from nemo_aligner.data.nlp import index_files
-from nemo_aligner.data.nlp.sources import DataFile, Record, RecordSource, open_sources
-from nemo_aligner.servers.worker import ALL_COLUMNS
-
-NO_FORM = (
-    "A conversation needs a form, and the tokenizer has no chat template: set "
-    "model.data.chat_template to the file of one, or model.data.chat=True. (SFT reads a file as "
-    "its first line says: give texts and conversations in files of their own.)"
+from nemo_aligner.data.nlp.fields import Columns, EqualPairError, check_text
+from nemo_aligner.data.nlp.sources import (
+    Record,
+    RecordSource,
+    TokenFile,
+    damage,
+    open_arrow,
+    open_parquet,
+    open_saved,
 )
+
 # What is kept of a record's check: a whole number, or that with one or two more.
 Inspect = Callable[[Record], int | tuple[int, float] | tuple[int, float, int]]
 # Of each record: the place and the number of its row in its source, and what `Inspect` gave.
@@ -35,16 +41,11 @@ FOUND = np.dtype(
 _PACK = struct.Struct("<qiidq").pack
 
 
-class EqualPairError(UserError):
-    def __init__(self, how: str = "are equal") -> None:
-        super().__init__(f"'chosen' and 'rejected' {how}, so there is nothing to prefer.")
-
-
 class Records(Sequence):
     """Records of data files, one file after the other, read from disk on access.
 
     Args:
-        paths: files and folders (`sources.py`), or sources; an entry may have its own columns.
+        paths: files and folders (`open_sources`), or sources; an entry may have its own columns.
         fields: texts that each record must have; with `allow_blank` they may be blank.
         inspect: called once with every record, in order; its results are kept in `notes`,
             `numbers` and `extra`. To a `UserError` of it the file and the row are added.
@@ -121,7 +122,8 @@ class Records(Sequence):
 
     def __getitem__(self, index: int) -> Record:  # type: ignore[override]
         number, at = self._place(index)
-        record = self.columns[number](self.sources[number][at])
+        record, columns = self.sources[number][at], self.columns[number]
+        record = columns(record) if columns.fields else record
         if self.expand is None:
             return record
         first, places = index, self._found["at"]
@@ -156,7 +158,7 @@ class Records(Sequence):
 
 def _open(
     entry: Any, data_cfg: Mapping[str, Any], data_impl: str
-) -> tuple[Path, list[RecordSource], "Columns"]:
+) -> tuple[Path, list[RecordSource], Columns]:
     """The path, the sources and the columns of an entry of a list of data files."""
     columns = data_cfg.get("columns")
     if isinstance(entry, RecordSource):
@@ -169,7 +171,7 @@ def _open(
 
 def _read(
     source: RecordSource,
-    columns: "Columns",
+    columns: Columns,
     check: Callable[[Record], Iterator[tuple[float, ...]]],
 ) -> np.ndarray:
     """What a check finds of all records of a source, `FOUND`."""
@@ -198,17 +200,6 @@ def _read(
     return np.frombuffer(found, dtype=FOUND)
 
 
-def check_text(record: Record, *fields: str, allow_blank: bool = False) -> None:
-    """Raise `UserError` unless a record has text in `fields`, by default not only blanks."""
-    if any(field not in record for field in fields):
-        talks = "messages" in record or "conversations" in record
-        raise missing(fields, record, NO_FORM if talks else "")
-    for field in fields:
-        check_kind(record[field], str, f"field '{field}'")
-        if not (allow_blank or record[field].strip()):
-            raise UserError(f"field '{field}' is empty.")
-
-
 def first_record(entry: Any, data_cfg: Mapping[str, Any] | None = None) -> Record:
     """The first record of a data file, read as `data_cfg` says; empty if none can be read."""
     try:
@@ -224,137 +215,259 @@ def settings_of(tokenizer: Tokenizer, *others: Any) -> str | None:
     return None if state is None else index_files.key(state, *others)
 
 
-# --- columns ---
+class JsonLinesFile(RecordSource):
+    """One JSON object per line, but for blank lines; a compressed file is read unpacked."""
 
-_IN_BRACES = re.compile(r"\{([^{}]+)\}")
-_PROMPTS = ("instruction", "question", "query", "problem", "prompt", "input")
-_RESPONSES = ("completion", "response", "output", "answer", "solution")
-CONTINUE_PROMPT = {"chosen", "rejected", "response", "preference"}
-# field -> usual names of its column in other layouts
-OTHER_NAMES = {
-    **dict.fromkeys(("prompt", "input"), _PROMPTS),
-    **dict.fromkeys(("response", "output"), _RESPONSES),
-    "preference": ("label",),
-    "label": ("labels", "preference_strength"),
-}
-# Fields with the prompt, and arguments that a reward function has anyway.
-NOT_COLUMNS = ("text", "prompt", "messages", "prompts", "responses", "lengths")
+    unit = "line"
+
+    def __init__(self, path: Path, content: Path | bytes) -> None:
+        super().__init__(path, [path])
+        self.content = content
+
+    def __getitem__(self, at: int) -> Record:
+        # Opened anew each time: worker processes would share the position in an open file.
+        with self._open() as file:
+            file.seek(at)
+            record: Record = json.loads(file.readline())
+            return record
+
+    def scan(self) -> Iterator[tuple[int, int, Record]]:
+        offset = 0
+        with self._open() as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    yield offset, number, _parse(line, f"{self.path}, line {number}")
+                offset += len(line)
+
+    def _open(self) -> BinaryIO:
+        if isinstance(self.content, bytes):
+            return io.BytesIO(self.content)
+        return self.content.open("rb")
 
 
-class Columns:
-    """Makes records from the rows of a file; `sources` are the columns that are read, the
-    outermost of nested ones.
+class GivenRecords(RecordSource):
+    """The records of a sequence, in the place of a file."""
 
-    Args:
-        fields: `model.data.columns` (docs/data.md), from the name of a field to where its value
-            is; None or empty: rows are records as they are. `ConfigError`: another form.
-    """
+    unit = "record"
 
-    def __init__(self, fields: Mapping[str, Any] | None = None) -> None:
-        self.fields = plain_columns(fields)
-        self.sources: set[str] = set()
-        for given in self.fields.values():
-            for form in [given] if isinstance(given, str) else given:
-                inner = [name.rpartition("?")[2] for name in _IN_BRACES.findall(form)] or [form]
-                self.sources |= {*inner, *(column.split(".")[0] for column in inner)}
+    def __init__(self, data: Sequence[Any], name: str) -> None:
+        super().__init__(Path(f"{name} data"), [])
+        self.data = data
 
-    def __call__(self, row: Record) -> Record:
-        """`row` with the fields; its other columns stay. `UserError`: one cannot be made."""
-        if not self.fields:
-            return row
-        return row | {name: self._value(name, form, row) for name, form in self.fields.items()}
+    def __getitem__(self, at: int) -> Record:
+        return dict(self.data[at])
 
-    def _value(self, name: str, form: str | list[str], row: Record) -> Any:
-        if isinstance(form, list):
-            return [self._value(name, part, row) for part in form]
-        if not _IN_BRACES.search(form):
-            return self._column(name, form, row)
-
-        def text(match: re.Match[str]) -> str:
-            before, optional, column = match[1].rpartition("?")
-            try:
-                value = self._column(name, column, row)
-            except UserError:
-                if not optional:
-                    raise
-                value = None
-            if optional and (value is None or isinstance(value, str) and not value.strip()):
-                return ""
-            check_kind(value, str, f"column '{column}' (columns.{name})")
-            return before + value
-
-        return _IN_BRACES.sub(text, line_ends(form))
-
-    def _column(self, name: str, column: str, row: Record) -> Any:
-        if column in row:
-            return row[column]
-        value: Any = row
-        for key in column.split("."):
-            if isinstance(value, Mapping) and key in value:
-                value = value[key]
-            elif isinstance(value, list) and key.isdecimal() and int(key) < len(value):
-                value = value[int(key)]
-            else:
-                raise UserError(
-                    f"there is no column '{column}' (columns.{name}); there are {sorted(row)}."
+    def scan(self) -> Iterator[tuple[int, int, Record]]:
+        for number in range(len(self.data)):
+            record = self.data[number]
+            if not isinstance(record, Mapping):
+                raise ConfigError(
+                    f"{self.path}: record {number} is a {type(record).__name__}; a dataset is "
+                    "built from records of jsonl files, {'text': ...}."
                 )
-        return value
+            yield number, number, dict(record)
 
 
-def other_name(field: str, names: Iterable[str]) -> str | None:
-    names = set(names)
-    return next((name for name in OTHER_NAMES.get(field, ()) if name in names), None)
+def _parse(line: bytes, where: str) -> Record:
+    try:
+        record = json.loads(line)
+    except ValueError as error:  # bad JSON or bad UTF-8
+        raise UserError(
+            f"{where}: not valid JSON ({error}). Each line must be one JSON object."
+        ) from None
+    if not isinstance(record, dict):
+        raise UserError(f"{where}: a JSON object is needed, not {type(record).__name__}.")
+    return record
 
 
-def prompt_hint(field: str, record: Record, names: Iterable[str], is_empty: bool = True) -> str:
-    """How to read the one of the columns `names` that looks like the prompt, in `field`; empty:
-    none does, or the record has a prompt that Alpaca's instruction is not left out of.
-    """
-    like = other_name(field, names)
-    given = map(record.get, (field, "text", "messages", "conversations"))
-    prompt = "".join(str(value) for value in given if value is not None).strip()
-    if prompt and not is_empty and (like != "instruction" or str(record[like]) in prompt):
-        return ""
-    form = f"'{{{like}}}{{\\n\\n?{field}}}'" if field in record else like
-    column = f'model.data.columns="{{{field}: {form}}}"'
-    return f" '{like}' looks like the prompt: {column} reads it." if like else ""
+# --- from a path to sources ---
+
+JSONL_ENDINGS = (".jsonl", ".json", ".ndjson")
+TABLE_ENDINGS = (".parquet", ".arrow")
+COMPRESSED_ENDINGS = (".gz", ".zst")
+CHUNK_ID = "CHUNK_ID"  # in the name of a file: a number
+_MAGIC = {b"PAR1": ".parquet", b"\x1f\x8b": ".gz", b"\x28\xb5\x2f\xfd": ".zst"}
 
 
-def missing(fields: Sequence[str], record: Record, more: str = "") -> UserError:
-    """The error of a record without some of `fields`, with the columns that look like them."""
-    absent = [field for field in fields if record.get(field) is None]
-    what = f"field{'s' * (len(absent) > 1)} {' and '.join(map(repr, absent))}"
-    what += f" {'are' if len(absent) > 1 else 'is'} missing; the line has {sorted(record)}."
-    also = CONTINUE_PROMPT.intersection(absent) and {"prompt"}.difference(record)
-    likely = {field: other_name(field, record) for field in (*also, *absent)}
-    columns = ", ".join(f"{field}: {name}" for field, name in likely.items() if name)
-    line = f'model.data.columns="{{{columns}}}" reads what looks like them.' if columns else ""
-    return UserError(" ".join(filter(None, (what, more, line))))
+class DataFile(NamedTuple):
+    """An entry of a list of data files; `columns` of this one alone, None: those of all."""
 
+    path: str
+    columns: Mapping[str, Any] | None = None
 
-def is_number(value: Any) -> bool:
-    """Whether a value of a record is a finite number (of float32)."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 3e38
-
-
-def check_kind(value: Any, kind: type, what: str) -> None:
-    if not isinstance(value, kind):
-        needed = "text" if kind is str else "an object"
-        found = "null" if value is None else type(value).__name__
-        raise UserError(f"{what} must be {needed}, not {found}.")
-
-
-def columns_asked(record: Mapping[str, Any], asked: Sequence[str]) -> dict[str, Any]:
-    """The columns of a prompt's record that a function asks for (`RewardFunction.columns`)."""
-    columns: dict[str, Any] = {}
-    for name in asked:
-        if name == ALL_COLUMNS:
-            columns |= {n: record[n] for n in record if n not in (*asked, *NOT_COLUMNS)}
-        elif name in record:
-            columns[name] = record[name]
-        else:
-            raise UserError(
-                f"there is no column '{name}', which the reward function asks for, but "
-                f"{sorted(record)}: add it, or name another one in model.data.columns."
+    @classmethod
+    def of(cls, entry: Any, key: str) -> "DataFile":
+        if isinstance(entry, cls):
+            return entry
+        if not isinstance(entry, Mapping):
+            return cls(str(entry))
+        entry = dict(entry)
+        if "path" not in entry or set(entry) - {"path", "columns"}:
+            raise ConfigError(
+                f"{key} has the entry {entry}: give a path, or a mapping with path and columns."
             )
-    return columns
+        return cls(str(entry["path"]), entry.get("columns"))
+
+    def __str__(self) -> str:
+        return self.path
+
+
+def data_paths(value: Any, key: str) -> tuple[list[DataFile], list[float] | None]:
+    """One entry (see `DataFile.of`) or a list; of weights and entries in turn also the weights."""
+    value = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+    items = [value] if isinstance(value, str | Mapping) else list(value or [])
+    if not items:
+        raise ConfigError(f"{key} is not set: give a data file or a list of them.")
+    numbers = [_number(item) for item in items]
+    if all(number is None for number in numbers):
+        return [DataFile.of(item, key) for item in items], None
+    weights = [number for number in numbers[::2] if number is not None]
+    in_turn = 2 * len(weights) == len(items) and all(number is None for number in numbers[1::2])
+    if not in_turn or not all(0 < weight < math.inf for weight in weights):
+        raise ConfigError(
+            f"{key}={items}: a blend is a list of weights above 0 and files in turn, for example "
+            "[0.3, a.jsonl, 0.7, b.jsonl]; without weights the files are used one after the other."
+        )
+    return [DataFile.of(item, key) for item in items[1::2]], weights
+
+
+def _number(item: Any) -> float | None:
+    try:
+        return float(item)
+    except (TypeError, ValueError):
+        return None
+
+
+def open_sources(path: Path, data_impl: str, index_dir: str | None) -> list[RecordSource]:
+    if not data_impl.startswith("json"):
+        return [TokenFile(path, data_impl)]
+    if path.is_dir():
+        return _open_folder(path, index_dir)
+    if path.is_file():
+        return [_open_file(path, index_dir)]
+    if glob.has_magic(str(path)):
+        found = [Path(name) for name in sorted(glob.glob(str(path), recursive=True))]
+        if not found:
+            raise UserError(f"no data file matches {path}.")
+        return [source for each in found for source in open_sources(each, data_impl, index_dir)]
+    if _may_be_split(path):
+        splits = _splits(path.parent)
+        if path.name in splits:
+            return [_open_file(file, index_dir) for file in splits[path.name]]
+    raise UserError(f"data file {path} does not exist.")
+
+
+def open_quickly(path: Path, data_impl: str, index_dir: str | None) -> list[RecordSource]:
+    """As `open_sources`, but of what takes long to open it checks only that it exists."""
+    names = [f"{path}.idx", f"{path}.bin"] if data_impl == "mmap" else [str(path)]
+    exists = all(glob.glob(name, recursive=True) or Path(name).exists() for name in names)
+    if exists and not (data_impl.startswith("json") and path.is_file()):
+        return []
+    is_large = exists and path.stat().st_size > index_files.SMALL and _kind(path)
+    return [] if is_large else open_sources(path, data_impl, index_dir)
+
+
+def _open_folder(folder: Path, index_dir: str | None) -> list[RecordSource]:
+    if (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file():
+        return [open_saved(folder)]
+    if (folder / "dataset_dict.json").is_file():
+        names = sorted(each.parent.name for each in folder.glob("*/state.json"))
+        return [open_saved(folder / _only_split(folder, names))]
+    splits = _splits(folder)
+    if not splits:
+        raise UserError(
+            f"the folder {folder} holds no data: no file that ends in "
+            f"{', '.join(JSONL_ENDINGS + TABLE_ENDINGS)}, and nothing that save_to_disk wrote."
+        )
+    return [_open_file(file, index_dir) for file in splits[_only_split(folder, sorted(splits))]]
+
+
+def _only_split(folder: Path, names: list[str]) -> str:
+    if len(names) != 1:
+        raise UserError(
+            f"the folder {folder} holds several splits, {', '.join(names)}: name one of them, for "
+            f"example {folder / (names or ['train'])[0]}."
+        )
+    return names[0]
+
+
+def _ending(path: Path) -> str:
+    last = path.suffix.lower()
+    if last in COMPRESSED_ENDINGS:
+        return last if path.with_suffix("").suffix.lower() in JSONL_ENDINGS else ""
+    return last if last in JSONL_ENDINGS + TABLE_ENDINGS else ""
+
+
+def _may_be_split(path: Path) -> bool:
+    """`datasets` reads all folders below, which takes long for a wrong path in a large folder."""
+    if path.name not in ("train", "validation", "test"):
+        return any(path.parent.glob(f"data/{glob.escape(path.name)}-*-of-*"))
+    return any(_ending(each) for pattern in ("*", "*/*") for each in path.parent.glob(pattern))
+
+
+def _splits(folder: Path) -> dict[str, list[Path]]:
+    """The data files of each split of a folder, by the rules of `datasets.load_dataset`."""
+    from datasets.data_files import DataFilesDict, EmptyDatasetError, get_data_patterns
+
+    base = str(folder.absolute())
+    try:
+        patterns = get_data_patterns(base)
+        found = DataFilesDict.from_patterns(patterns, base_path=base)
+    except (EmptyDatasetError, FileNotFoundError):
+        return {}
+    splits, others = dict[str, list[Path]](), list[str]()
+    for split, names in found.items():
+        for file in (folder / Path(name).relative_to(base) for name in names):
+            if _ending(file):
+                splits.setdefault(str(split), []).append(file)
+            else:
+                others.append(str(file))
+    if splits and others:
+        from nemo.utils import logging
+
+        logging.warning(f"not read in the folder {folder}: {', '.join(others)}")
+    return splits
+
+
+def _open_file(path: Path, index_dir: str | None) -> RecordSource:
+    if not path.stat().st_size:
+        raise UserError(f"data file {path} is empty.")
+    kind = _kind(path)
+    if kind == ".arrow":
+        return open_arrow(path)
+    if kind == ".parquet":
+        return open_parquet(path, index_dir)
+    return _open_compressed(path, kind, index_dir) if kind else JsonLinesFile(path, path)
+
+
+def _kind(path: Path) -> str:
+    kind = path.suffix.lower()
+    if kind in TABLE_ENDINGS + COMPRESSED_ENDINGS:
+        return kind
+    with path.open("rb") as file:
+        first = file.read(4)
+    return next((end for magic, end in _MAGIC.items() if first.startswith(magic)), "")
+
+
+def _open_compressed(path: Path, kind: str, index_dir: str | None) -> JsonLinesFile:
+    """Unpacked into memory if it is small, else into a copy that is kept."""
+    import pyarrow as pa
+
+    def blocks(size: int) -> Iterator[bytes]:
+        with pa.input_stream(str(path), {".gz": "gzip", ".zst": "zstd"}[kind]) as file:
+            while True:
+                with damage(path, "cannot be unpacked"):
+                    block = file.read(size)
+                if not block:
+                    return
+                yield block
+
+    start = next(blocks(index_files.SMALL + 1), b"")
+    if len(start) <= index_files.SMALL:
+        return JsonLinesFile(path, start)
+
+    def write(target: Path) -> None:
+        with target.open("wb") as copy:
+            copy.writelines(blocks(1 << 20))
+
+    return JsonLinesFile(path, index_files.keep_copy(path, index_dir, path.stem, ".jsonl", write))

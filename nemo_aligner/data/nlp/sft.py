@@ -14,10 +14,15 @@ from typing import Any
 import numpy as np
 import torch
 from nemo.utils import logging
+from omegaconf import DictConfig
 
+from nemo_aligner.config.defaults import complete
+from nemo_aligner.config.inert_keys import check_later
+from nemo_aligner.config.values import Values
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.core.tensors import batch_pad_to_fixed_len
 from nemo_aligner.core.tokenizer import Tokenizer, begins_with_bos
+from nemo_aligner.data.nlp.builders import blended
 from nemo_aligner.data.nlp.chat_records import (
     BESIDE,
     CONVERSATIONS,
@@ -34,7 +39,13 @@ from nemo_aligner.data.nlp.file_dataset import (
     pad,
     response_mask,
 )
-from nemo_aligner.data.nlp.record_encoder import EXTRA_TOKENS
+from nemo_aligner.data.nlp.record_encoder import (
+    EXTRA_TOKENS,
+    begins_with_conversation,
+    chat_form,
+    say_default,
+)
+from nemo_aligner.data.nlp.records import data_paths
 from nemo_aligner.data.nlp.sources import Record
 
 WHOLE, CUT, NO_RESPONSE_LEFT = 0, 1, 2  # notes of the records
@@ -423,3 +434,63 @@ class PackedDataset(torch.utils.data.Dataset[dict[str, Any]]):
         if item["is_empty"]:
             row["loss_mask"] = torch.zeros_like(row["loss_mask"])
         return row
+
+
+CHAT_KEYS = frozenset(
+    "chat_template chat_template_kwargs one_turn_per_sample chat_date allow_empty_prompt".split()
+)
+
+
+def build_sft_dataset(
+    data_cfg: DictConfig,
+    tokenizer: Tokenizer,
+    num_samples: int | None = None,
+    answer_only_loss: bool = True,
+    is_chat: bool = True,
+    special_tokens: Mapping[str, str] | None = None,
+    model_cfg: DictConfig | None = None,
+    data: Mapping[str, Any] | None = None,
+    **more: Any,
+) -> SFTDataset | SFTChatDataset | PackedDataset:
+    """Build the dataset of `model.data.train_ds` or `validation_ds`: prompts with their responses,
+    or conversations. `ConfigError`: no files, or something that is not supported.
+
+    Args:
+        data_cfg: `file_path` (one, a list, or weights and files in turn: a blend),
+            `max_seq_length`, and optionally the other keys of that section.
+        num_samples: use at most so many samples; None or below 1 means all.
+        data: the section `model.data`; without it `is_chat` is its key `chat`, `special_tokens`
+            is `chat_prompt_tokens` (None: NeMo's), and `more` are others of `CHAT_KEYS`.
+        model_cfg: not used (NeMo-Aligner's signature).
+    """
+    if unknown := sorted(more.keys() - CHAT_KEYS):
+        raise TypeError(f"build_sft_dataset() got an unexpected argument {unknown[0]!r}")
+    section = {key: data_cfg.get(key) for key in data_cfg}
+    check_later(Values({"model": {"data": {"train_ds": section}}}), "gpt_sft")
+    paths, weights = data_paths(data_cfg.get("file_path"), "file_path in the SFT data section")
+    data_cfg = complete(data_cfg, "gpt_sft", "model.data.train_ds")
+    if data is None:
+        data = {"chat": is_chat, "chat_prompt_tokens": special_tokens, **more}
+    form = chat_form(data, tokenizer)
+    if form is not None and form.default:
+        if begins_with_conversation(paths[0], data_cfg):
+            say_default(form.default)
+        else:
+            form = None
+    options: dict[str, Any] = {
+        "max_seq_length": data_cfg.max_seq_length,
+        "answer_only_loss": answer_only_loss,
+        "pad_to_max_length": bool(data_cfg.get("pad_to_max_length")),
+        "data_cfg": data_cfg,
+        "allow_empty_prompt": bool(data.get("allow_empty_prompt")),
+    }
+    if form is not None:
+        options["one_turn_per_sample"] = bool(data.get("one_turn_per_sample"))
+        dataset: Any = SFTChatDataset(paths, tokenizer, form, **options)
+    else:
+        names = "prompt_template label_key truncation_field truncation_method add_bos add_eos"
+        options |= {name: data_cfg[name] for name in names.split()}
+        keep_lengths = bool(data_cfg.packed_sequence)
+        dataset = SFTDataset(paths, tokenizer, keep_lengths=keep_lengths, **options)
+    dataset = blended(dataset, weights, num_samples)
+    return PackedDataset(dataset) if data_cfg.packed_sequence else dataset

@@ -9,13 +9,17 @@ from typing import Any
 
 import numpy as np
 import torch
+from omegaconf import DictConfig
 from torch import Tensor
 
+from nemo_aligner.config.defaults import complete
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.core.preference import target_weights
 from nemo_aligner.core.tensors import batch_pad_to_fixed_len
 from nemo_aligner.core.tokenizer import Tokenizer
+from nemo_aligner.data.nlp.builders import blended
 from nemo_aligner.data.nlp.chat_records import Encoded, Message, read_messages
+from nemo_aligner.data.nlp.fields import check_kind, is_number
 from nemo_aligner.data.nlp.file_dataset import Part, documents_within
 from nemo_aligner.data.nlp.nemo_chat import (
     NEMO_TOKENS,
@@ -30,7 +34,7 @@ from nemo_aligner.data.nlp.nemo_chat import (
     source_of_record,
     turn_text,
 )
-from nemo_aligner.data.nlp.records import check_kind, is_number
+from nemo_aligner.data.nlp.records import data_paths
 from nemo_aligner.data.nlp.sft import Examples
 from nemo_aligner.data.nlp.sources import Record
 
@@ -274,3 +278,19 @@ def _log_probs(record: Record) -> tuple[Tensor, ...]:
         numbers = [response[key] for response in record["responses"]]
         found.append(torch.tensor(numbers, dtype=torch.float64))
     return tuple(found)
+
+
+def build_steerlm2_dataset(
+    data_cfg: DictConfig,
+    tokenizer: Tokenizer,
+    num_samples: int | None = None,
+    special_tokens: Mapping[str, str] | None = None,
+) -> SteerLM2Dataset:
+    """Build the dataset of a section of SteerLM 2.0; arguments as for `build_sft_dataset`."""
+    paths, weights = data_paths(data_cfg.get("file_path"), "file_path in the SFT data section")
+    data_cfg = complete(data_cfg, "gpt_sft", "model.data.train_ds")
+    length, is_padded = data_cfg.max_seq_length, bool(data_cfg.get("pad_to_max_length"))
+    dataset = SteerLM2Dataset(
+        paths, tokenizer, length, special_tokens, is_padded, data_cfg=data_cfg
+    )
+    return blended(dataset, weights, num_samples)

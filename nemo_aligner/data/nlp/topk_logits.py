@@ -24,6 +24,7 @@ and without the last four fields, can be read too.
 import base64
 import json
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,6 +33,7 @@ import xxhash
 
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.core.tokenizer import Tokenizer, tokenizer_fingerprint
+from nemo_aligner.data.nlp.builders import build_train_valid_test_datasets
 from nemo_aligner.data.nlp.file_dataset import (
     FileDataset,
     Part,
@@ -227,3 +229,8 @@ class KnowledgeDistillationDataset(FileDataset):
 def _padded(values: torch.Tensor, width: int, value: int) -> torch.Tensor:
     behind = (0, 0) * (values.dim() - 1)
     return torch.nn.functional.pad(values, (*behind, 0, width - len(values)), value=value)
+
+
+build_train_valid_test_knowledge_distillation_datasets = partial(
+    build_train_valid_test_datasets, KnowledgeDistillationDataset
+)

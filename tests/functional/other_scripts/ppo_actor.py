@@ -60,12 +60,9 @@ def main(cfg) -> None:
         tokenizer=policy.tokenizer,
     )
     ppo = cfg.model.ppo
-    collate = builders.collate_with_pad_to_max_batch(
-        ppo.length_params.max_length,
-        policy.tokenizer.eos_id,
-        cfg,
-        generate_masks_and_position_ids=False,
-    )
+    sizes = ppo.length_params.max_length, policy.tokenizer.eos_id
+    options = {"generate_masks_and_position_ids": False}
+    collate = builders.collate_with_pad_to_max_batch(*sizes, cfg, **options)
     loader = partial(builders.build_dataloader, cfg=cfg, collate_fn=collate, load_gbs=False)
 
     ranks = parallel_state.get_data_parallel_world_size()

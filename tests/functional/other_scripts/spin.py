@@ -43,63 +43,34 @@ def main(cfg) -> None:
     train_script_utils.init_distributed(lightning, policy, False)
 
     data = cfg.model.data
+    settings = {"answer_only_loss": True, "is_chat": data.chat}
+    settings["special_tokens"] = data.chat_prompt_tokens
+    make = partial(builders.build_sft_dataset, **settings)
     datasets = [
-        builders.build_sft_dataset(
-            section,
-            policy.tokenizer,
-            None,
-            answer_only_loss=True,
-            is_chat=data.chat,
-            special_tokens=data.chat_prompt_tokens,
-        )
-        for section in (data.train_ds, data.validation_ds)
+        make(section, policy.tokenizer, None) for section in (data.train_ds, data.validation_ds)
     ]
-    own_collate = partial(
-        spin_custom_collate,
-        eos_id=policy.tokenizer.eos_id,
-        reset_position_ids=data.get("reset_position_ids", False),
-        reset_attention_mask=data.get("reset_attention_mask", False),
-        eod_mask_loss=data.get("eod_mask_loss", False),
-    )
+    names = "reset_position_ids", "reset_attention_mask", "eod_mask_loss"
+    kept = {name: data.get(name, False) for name in names}
+    own_collate = partial(spin_custom_collate, eos_id=policy.tokenizer.eos_id, **kept)
     loader = partial(
-        builders.build_dataloader,
-        cfg=cfg,
-        pad_samples_to_global_batch_size=False,
-        load_gbs=True,
+        builders.build_dataloader, cfg=cfg, pad_samples_to_global_batch_size=False, load_gbs=True
     )
-    train = loader(
-        dataset=datasets[0],
-        consumed_samples=consumed,
-        mbs=cfg.model.micro_batch_size,
-        gbs=cfg.model.global_batch_size,
-        collate_fn=own_collate,
-        drop_last=data.train_ds.drop_last,
-    )
-    validation = loader(
-        dataset=datasets[1],
-        consumed_samples=0,
-        mbs=data.validation_ds.micro_batch_size,
-        gbs=data.validation_ds.global_batch_size,
-        collate_fn=datasets[1].collate_fn,
-        drop_last=data.validation_ds.drop_last,
-        use_random_sampler=False,
-    )
+    own = {"mbs": cfg.model.micro_batch_size, "gbs": cfg.model.global_batch_size}
+    own |= {"collate_fn": own_collate, "drop_last": data.train_ds.drop_last}
+    train = loader(dataset=datasets[0], consumed_samples=consumed, **own)
+    section, dataset = data.validation_ds, datasets[1]
+    own = {"mbs": section.micro_batch_size, "gbs": section.global_batch_size}
+    own |= {"collate_fn": dataset.collate_fn, "drop_last": section.drop_last}
+    validation = loader(dataset=dataset, consumed_samples=0, use_random_sampler=False, **own)
     train_script_utils.init_using_ptl(lightning, policy, train, datasets[0])
     optimizer, scheduler = train_script_utils.extract_optimizer_scheduler_from_ptl_model(policy)
     saving = train_script_utils.add_custom_checkpoint_callback(lightning, policy)
     logger.log_hyperparams(OmegaConf.to_container(cfg))
-    spin_trainer = SPINTrainer(
-        cfg=cfg.trainer.spin,
-        model=policy,
-        optimizer=optimizer,
-        scheduler=scheduler,
-        train_dataloader=train,
-        val_dataloader=validation,
-        test_dataloader=None,
-        logger=logger,
-        ckpt_callback=saving,
-        run_timer=distributed.Timer(cfg.exp_manager.get("max_time_per_run")),
-    )
+    parts = {"cfg": cfg.trainer.spin, "model": policy, "optimizer": optimizer}
+    parts |= {"scheduler": scheduler, "train_dataloader": train, "val_dataloader": validation}
+    parts |= {"test_dataloader": None, "logger": logger, "ckpt_callback": saving}
+    parts |= {"run_timer": distributed.Timer(cfg.exp_manager.get("max_time_per_run"))}
+    spin_trainer = SPINTrainer(**parts)
     if state is not None:
         spin_trainer.load_state_dict(state)
     spin_trainer.fit()

@@ -19,7 +19,7 @@ from nemo.utils import logging
 from nemo_aligner.config.access import client_tls, read_token
 from nemo_aligner.config.server_rules import RewardModelSpec
 from nemo_aligner.core.errors import LostPeerError, ServerRequestError, UserError
-from nemo_aligner.data.nlp.growing_files import append_lines, complete_lines
+from nemo_aligner.data.nlp.index_files import append_lines, complete_lines
 from nemo_aligner.data.nlp.records import Records
 from nemo_aligner.data.nlp.sources import Record
 from nemo_aligner.data.nlp.steerlm import rounded_label, scored_turns, with_labels

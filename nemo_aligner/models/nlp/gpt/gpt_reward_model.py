@@ -12,14 +12,15 @@ from typing import Any, Literal
 
 import torch
 from megatron.core.models.common.language_module.language_module import LanguageModule
-from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import RowParallelLinear, gather_from_sequence_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 from torch import Tensor
 
+from nemo_aligner.models.nlp.gpt.megatron_layers import GPTModel
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.context_parallel import gather_shares
+from nemo_aligner.parallel.megatron_switches import changed
 
 # Arguments of NeMo-Aligner's `GPTRewardModel.forward` after `input_ids`.
 NEMO_ALIGNER_ORDER = tuple(
@@ -201,7 +202,6 @@ class GPTRewardModel(GPTModel):
             seq_len_interpolation_factor=seq_len_interpolation_factor,
             **kwargs,
         )
-        self._lengths: Tensor | None = None
         self.outputs_per_token = num_attributes
         if not self.post_process:
             return
@@ -237,17 +237,12 @@ class GPTRewardModel(GPTModel):
                 names = ", ".join(NEMO_ALIGNER_ORDER)
                 raise TypeError(f"GPTRewardModel.forward takes input_ids, {names}, each once")
             args, kwargs = (), {**given, **kwargs}
-        self._lengths = kwargs.pop("lengths", None)
+        lengths = kwargs.pop("lengths", None)
         if kwargs.get("inference_params", ...) is None:
             del kwargs["inference_params"]  # Megatron Core's older name of inference_context
-        try:
-            return super().forward(input_ids, *args, **kwargs)
-        finally:
-            self._lengths = None
-
-    def _postprocess(self, hidden_states: Tensor, **_kwargs: Any) -> Tensor:
-        """The head in place of `GPTModel`'s output layer and loss."""
-        return self.rm_head(hidden_states, self._lengths) if self.post_process else hidden_states
+        with changed([(self, "post_process", False)]):  # it ends before the output layer
+            hidden = super().forward(input_ids, *args, **kwargs)
+        return self.rm_head(hidden, lengths) if self.post_process else hidden
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None

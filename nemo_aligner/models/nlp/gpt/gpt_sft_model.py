@@ -14,13 +14,12 @@ from torch import Tensor
 
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.core.losses import loss_weights, sft_loss
-from nemo_aligner.core.masks import counted_lengths, masked_mean, masked_sum
 from nemo_aligner.core.preference import prompt_weights
-from nemo_aligner.core.tensors import sample_seeds
+from nemo_aligner.core.tensors import counted_lengths, masked_mean, masked_sum, sample_seeds
 from nemo_aligner.core.types import SFTBatch
 from nemo_aligner.data.nlp.steerlm import LOG_Q
 from nemo_aligner.generation import GenerationParams, MegatronGenerator
-from nemo_aligner.generation.text import tokenize_batch
+from nemo_aligner.generation.interface import tokenize_batch
 from nemo_aligner.models.alignable_interface import SupervisedInterface
 from nemo_aligner.models.nlp.gpt.log_probs import LogProbsMixin
 from nemo_aligner.parallel import parallel_state

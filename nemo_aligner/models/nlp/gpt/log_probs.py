@@ -21,7 +21,7 @@ from nemo_aligner.checkpoint.dist_ckpt import make_sharded_tensors_from_referenc
 from nemo_aligner.checkpoint.forms import REFERENCE
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.core.losses import loss_weights, sft_loss
-from nemo_aligner.core.masks import one_row_per_sample
+from nemo_aligner.core.tensors import one_row_per_sample
 from nemo_aligner.core.types import SFTBatch
 from nemo_aligner.models.nlp.gpt.adapter_mixin import NLPAdapterModelMixin
 from nemo_aligner.parallel.collectives import sum_over_dp

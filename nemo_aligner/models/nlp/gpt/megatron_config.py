@@ -29,7 +29,7 @@ from nemo_aligner.config.megatron_fields import MODEL_REFUSED, core_errors, pass
 from nemo_aligner.config.parallel_rules import UNEVEN, dtype_name
 from nemo_aligner.config.schema import LIVE
 from nemo_aligner.core.errors import ConfigError
-from nemo_aligner.training.expert_losses import expert_layers
+from nemo_aligner.training.token_counts import expert_layers
 
 
 def layer_pattern(cfg: DictConfig, key: str, least: int, one: str) -> int | list[int]:

@@ -13,7 +13,6 @@ from typing import Any, NoReturn
 
 import torch
 from lightning.pytorch import Trainer
-from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import Float16Module
@@ -24,7 +23,7 @@ from nemo.utils import logging
 from omegaconf import DictConfig, OmegaConf, open_dict
 from torch import Tensor
 
-from nemo_aligner.checkpoint import adapters, nemo_writing
+from nemo_aligner.checkpoint import adapters, nemo_archive
 from nemo_aligner.checkpoint.dist_ckpt import failing_together
 from nemo_aligner.checkpoint.sources import open_source
 from nemo_aligner.checkpoint.stored_weights import TensorSource, load_weights, sharded_tensors
@@ -34,7 +33,7 @@ from nemo_aligner.config.inert_keys import check_model_keys
 from nemo_aligner.config.parallel_rules import check_pipeline_stages, count_vocab_rows
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.core.losses import loss_count, loss_weights
-from nemo_aligner.core.masks import counted_lengths
+from nemo_aligner.core.tensors import counted_lengths
 from nemo_aligner.models.nlp.gpt.megatron_additions import add_to_module
 from nemo_aligner.models.nlp.gpt.megatron_config import (
     build_transformer_config,
@@ -42,6 +41,7 @@ from nemo_aligner.models.nlp.gpt.megatron_config import (
     torch_dtype,
 )
 from nemo_aligner.models.nlp.gpt.megatron_layers import (
+    GPTModel,
     build_layer_spec,
     compute_logits_batch_first,
     compute_swiglu_at_once,
@@ -439,7 +439,7 @@ class MegatronGPTModel(RetiredHooks, ModelPT):
     def save_to(self, save_path: str) -> None:
         """Write a `.nemo`, or without a suffix a directory; all ranks call it."""
         as_directory = str(save_path).endswith("/") or not Path(save_path).suffix
-        nemo_writing.write_nemo(
+        nemo_archive.write_nemo(
             save_path, self._resolved_config(), self.sharded_weights(), as_directory=as_directory
         )
 
@@ -480,7 +480,7 @@ class MegatronGPTModel(RetiredHooks, ModelPT):
 
     def save_config_to(self, folder: Path) -> None:
         """Write configuration and tokenizer into `folder`, as a `.nemo` has; one rank calls it."""
-        nemo_writing.write_config(folder, self._resolved_config())
+        nemo_archive.write_config(folder, self._resolved_config())
 
     def _resolved_config(self) -> DictConfig:
         config = OmegaConf.create(OmegaConf.to_container(self.cfg, resolve=True))

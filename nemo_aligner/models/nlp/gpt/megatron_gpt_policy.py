@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
-from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from nemo.utils import logging
 from omegaconf import DictConfig
@@ -33,15 +32,14 @@ from nemo_aligner.core.types import (
 from nemo_aligner.data.nlp.record_encoder import chat_end_strings
 from nemo_aligner.generation import GenerationOutput, GenerationParams, MegatronGenerator
 from nemo_aligner.generation.interface import Environment, Prompts
-from nemo_aligner.generation.resharding import divided, reshard
-from nemo_aligner.generation.split import Split, regrouped, training_split
+from nemo_aligner.generation.split import Split, divided, regrouped, reshard, training_split
 from nemo_aligner.models.alignable_interface import (
     AlignableGenerativeInterface,
     PolicyWithReference,
 )
 from nemo_aligner.models.nlp.gpt.log_probs import LogProbsMixin, ReferencePolicyMixin
 from nemo_aligner.models.nlp.gpt.megatron_additions import add_to_module
-from nemo_aligner.models.nlp.gpt.megatron_layers import build_layer_spec
+from nemo_aligner.models.nlp.gpt.megatron_layers import GPTModel, build_layer_spec
 from nemo_aligner.parallel.collectives import sum_over_dp
 from nemo_aligner.parallel.device import get_device
 

@@ -18,16 +18,16 @@ from torch import Tensor
 
 from nemo_aligner.checkpoint.sources import open_source
 from nemo_aligner.config.defaults import complete_model
-from nemo_aligner.config.jobs.reward_model import RewardModelType, reward_model_type, training_loss
+from nemo_aligner.config.jobs.supervised import RewardModelType, reward_model_type, training_loss
 from nemo_aligner.config.server_rules import check_reward_standardization
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.core.estimators import PREFERENCE_LOSSES
 from nemo_aligner.core.losses import loss_weights, preference_loss, regression_loss
-from nemo_aligner.core.masks import lengths_before
 from nemo_aligner.core.metrics import correlation_moments, correlations_from_moments
 from nemo_aligner.core.preference import interleave, reward_statistics, reward_sums
+from nemo_aligner.core.tensors import lengths_before
 from nemo_aligner.core.types import LabelledPairBatch, PairBatch, RegressionBatch
-from nemo_aligner.generation.text import tokenize_batch
+from nemo_aligner.generation.interface import tokenize_batch
 from nemo_aligner.models.alignable_interface import Inferrable, SupervisedInterface
 from nemo_aligner.models.nlp.gpt.adapter_mixin import NLPAdapterModelMixin
 from nemo_aligner.models.nlp.gpt.gpt_reward_model import GPTRewardModel

@@ -4,6 +4,7 @@
 has it, else Megatron Core's local ones with PyTorch's attention and sequence-parallel norms.
 """
 
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -24,12 +25,18 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
 from nemo_aligner.generation.cache import attention, visible
-from nemo_aligner.models.nlp.gpt.megatron_additions import change_layer
+from nemo_aligner.models.nlp.gpt.megatron_additions import LocalNorm, change_layer
 from nemo_aligner.models.nlp.gpt.megatron_config import GPTConfig, use_transformer_engine
-from nemo_aligner.models.nlp.gpt.megatron_norms import LocalNorm
 from nemo_aligner.parallel.context_parallel import gather_shares, share_positions
 from nemo_aligner.parallel.cpu_operations import swiglu
 from nemo_aligner.parallel.megatron_switches import parts_of, with_class
+
+if find_spec("megatron.core.models.hybrid") is None:  # 0.16
+    from megatron.core.models.gpt.gpt_model import GPTModel
+else:
+    from nemo_aligner.models.nlp.gpt.hybrid_model import (
+        HybridGPTModel as GPTModel,  # noqa: F401  (for all that build one)
+    )
 
 
 class SDPAttention(MegatronModule):

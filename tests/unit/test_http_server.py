@@ -1,6 +1,6 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The front on uvicorn: what is not the same as in front of Triton (test_front.py)."""
+"""The HTTP server of a front: encryption, time limits, errors; and no Triton (test_front.py)."""
 
 import contextlib
 import http.client
@@ -16,21 +16,15 @@ from nemo_aligner.config import server_rules
 from nemo_aligner.config.access import client_tls, server_tls
 from nemo_aligner.config.server_rules import read_frontend
 from nemo_aligner.core.errors import ConfigError, ServerEndingError, ServerRequestError
-from nemo_aligner.servers import admission, asgi_host
+from nemo_aligner.servers import admission, http_server
 from nemo_aligner.servers.admission import Access
 from nemo_aligner.servers.exchange import Exchange, InferRequest, Peer, token_header
-from nemo_aligner.servers.front import Front
 from nemo_aligner.servers.http_communicator import HTTPCommunicator
-from nemo_aligner.servers.ports import find_free_port
-from nemo_aligner.servers.schema import (
-    RequestError,
-    critic_save_endpoint,
-    reward_model_endpoint,
-)
+from nemo_aligner.servers.schema import RequestError, critic_save_endpoint, reward_model_endpoint
 from nemo_aligner.servers.served_model import ServerMismatchError
-from tests.asgi_front import AsgiFront
 from tests.certificates import make_certificate
 from tests.patience import patience
+from tests.scripted_triton import open_front
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.slow]
 
@@ -38,10 +32,8 @@ TOKEN = "0123456789abcdef"
 REWARD = reward_model_endpoint()
 SCORING = {"tokens": np.arange(6).reshape(2, 3), "sequence_lengths": np.full((2, 1), 3)}
 
-TENSORS = [
-    {"name": "tokens", "shape": [1, 1], "datatype": "INT64", "data": [1]},
-    {"name": "sequence_lengths", "shape": [1, 1], "datatype": "INT64", "data": [1]},
-]
+INT = {"datatype": "INT64", "data": [1]}
+TENSORS = [{"name": n, "shape": [1, 1], **INT} for n in ("tokens", "sequence_lengths")]
 
 
 def score(tokens, sequence_lengths, **_others):
@@ -68,7 +60,7 @@ def certificates(tmp_path_factory):
 @pytest.fixture
 def encrypted(certificates):
     access = Access(TOKEN)
-    front = AsgiFront([(REWARD, score)], access, tls=server_tls(*certificates[0]))
+    front = open_front([(REWARD, score)], access, tls=server_tls(*certificates[0]))
     with contextlib.closing(front):
         yield front
 
@@ -89,12 +81,8 @@ def test_another_server_is_refused_in_one_line(encrypted, certificates):
 
 def test_a_server_that_does_not_encrypt_is_named_at_once(certificates):
     tls = client_tls(certificates[0][0], "remote_rm")
-    with contextlib.closing(AsgiFront([(REWARD, score)], Access())) as front:
+    with contextlib.closing(open_front([(REWARD, score)], Access())) as front:
         refused_at_once(front.address, tls, "tls_ca_file is set, but it does not encrypt")
-    address = "127.0.0.1", find_free_port()
-    with contextlib.closing(Front(*address, "unused", [(REWARD, score)], Access())) as front:
-        front.open()
-        refused_at_once(address, tls, "tls_ca_file is set, but it does not encrypt")
 
 
 def test_a_server_that_encrypts_is_named_at_once(encrypted):
@@ -113,7 +101,7 @@ def refused_at_once(address, tls, words):
     "values, words",
     [
         (("trition", None, None), "'trition' must be one of triton, asgi"),
-        (("triton", "c", "k"), "only with server.frontend=asgi"),
+        (("triton", "/none", "/none"), "/none cannot be used: .*No such file"),
         (("asgi", "c", None), "tls_key=None belong together"),
         (("asgi", "/none", "/none"), "/none cannot be used: .*No such file"),
     ],
@@ -142,11 +130,10 @@ def test_files_that_are_refused(certificates, tmp_path):
         server_tls(certificate, str(locked))
 
 
-@pytest.mark.parametrize("frontend, module", [("asgi", "uvicorn"), ("triton", "pytriton")])
-def test_what_is_not_installed_is_named(frontend, module, monkeypatch):
+def test_what_is_not_installed_is_named(monkeypatch):
     monkeypatch.setattr(server_rules.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=f"(?i){module}, which is not installed: pip install"):
-        read_frontend(frontend, None, None)
+    with pytest.raises(ConfigError, match="pytriton, which is not installed: pip install"):
+        read_frontend("triton", None, None)
 
 
 # ---- without Triton ----
@@ -163,9 +150,9 @@ sys.meta_path.insert(0, Missing())
 import nemo_aligner.algorithms.critic_server_trainer
 import nemo_aligner.algorithms.reward_server
 import nemo_aligner.servers.critic_client
-from tests.unit.test_asgi_host import *
+from tests.unit.test_http_server import *
 
-with contextlib.closing(AsgiFront([(REWARD, score)], Access())) as front:
+with contextlib.closing(open_front([(REWARD, score)], Access())) as front:
     print(send(front).tolist())
 found = {name.split(".")[0] for name in sys.modules}
 print(sorted(found & {"pytriton", "tritonclient", "uvicorn"}))
@@ -174,13 +161,9 @@ print(sorted(found & {"pytriton", "tritonclient", "uvicorn"}))
 
 @pytest.mark.full
 def test_a_pair_runs_where_nothing_of_triton_is_installed():
-    result = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", PAIR],
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=patience(100),
-    )
+    command, folder = [sys.executable, "-W", "ignore", "-c", PAIR], Path(__file__).parents[2]
+    options = {"capture_output": True, "text": True, "timeout": patience(100)}
+    result = subprocess.run(command, cwd=folder, **options)
     lines = result.stdout.splitlines()
     assert lines[-1:] == ["['uvicorn']"] and "[[3.0], [12.0]]" in lines, result.stderr[-2000:]
 
@@ -194,7 +177,7 @@ def test_a_pair_runs_where_nothing_of_triton_is_installed():
         (RequestError("send\nless"), 400, "send less", "refuses a request: send less"),
         (ServerEndingError("the job\nends"), 503, "ServerEndingError: the job ends (", None),
         (ServerRequestError("rank 1: why"), 500, "rank 1: why", None),
-        (KeyError("x"), 500, "KeyError: 'x' (test_asgi_host.py:", "Traceback (most recent"),
+        (KeyError("x"), 500, "KeyError: 'x' (test_http_server.py:", "Traceback (most recent"),
     ],
 )
 def test_a_request_gets_its_own_error_in_one_line(error, status, line, logged, monkeypatch):
@@ -206,7 +189,7 @@ def test_a_request_gets_its_own_error_in_one_line(error, status, line, logged, m
     notes = []
     for level in ("warning", "error"):
         monkeypatch.setattr(admission.logging, level, notes.append)
-    with contextlib.closing(AsgiFront([(REWARD, fail)], Access())) as front:
+    with contextlib.closing(open_front([(REWARD, fail)], Access())) as front:
         got, reply = post(front, json.dumps({"inputs": TENSORS}).encode())
     assert got == status and reply.startswith(line) and "\n" not in reply
     assert [logged in note for note in notes] == ([True] if logged else [])
@@ -222,9 +205,9 @@ def post(front, body, **headers):
 
 
 def test_a_body_that_does_not_come_is_given_up(monkeypatch):
-    monkeypatch.setattr(asgi_host, "BODY_S", 0.3)
+    monkeypatch.setattr(http_server, "BODY_S", 0.3)
     save = critic_save_endpoint()
-    with contextlib.closing(AsgiFront([(save, score)], Access(lease_required=False))) as front:
+    with contextlib.closing(open_front([(save, score)], Access(lease_required=False))) as front:
         connection = http.client.HTTPConnection(*front.address, timeout=patience(20))
         with contextlib.closing(connection):
             connection.putrequest("POST", "/v2/models/critic_save/infer")
@@ -238,8 +221,8 @@ def test_a_body_that_does_not_come_is_given_up(monkeypatch):
 @pytest.mark.parametrize("token, is_kept", [(TOKEN, True), ("another", False)])
 def test_who_has_no_token_keeps_no_connection(token, is_kept, monkeypatch):
     """Also with half a request after the refused one."""
-    monkeypatch.setattr(asgi_host, "FIRST_REQUEST_S", 0.5)
-    with contextlib.closing(AsgiFront([(REWARD, score)], Access(TOKEN))) as front:
+    monkeypatch.setattr(http_server, "FIRST_REQUEST_S", 0.5)
+    with contextlib.closing(open_front([(REWARD, score)], Access(TOKEN))) as front:
         connection = http.client.HTTPConnection(*front.address, timeout=2.0)
         with contextlib.closing(connection):
             connection.request("GET", "/v2/health/live", headers=token_header(token))
@@ -253,10 +236,10 @@ def test_who_has_no_token_keeps_no_connection(token, is_kept, monkeypatch):
 
 
 def test_a_front_that_has_ended_is_a_failure():
-    front = AsgiFront([(REWARD, score)], Access(TOKEN))
-    assert front.host.failure() is None
+    front = open_front([(REWARD, score)], Access(TOKEN))
+    assert front.failure() is None
     request = InferRequest("reward_model", SCORING)
     assert Exchange(Peer(*front.address, TOKEN)).run(request, patience(20))
     for _ in range(2):
         front.close()
-    assert front.host.failure() == "uvicorn ended by itself"
+    assert front.failure() == "uvicorn ended by itself"

@@ -1,18 +1,226 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""DPO, IPO, RPO; KTO; SPIN."""
+"""Supervised fine-tuning and SteerLM 2.0; reward models; DPO, IPO, RPO; KTO; SPIN."""
 
+from enum import Enum
 from typing import Any
 
+from omegaconf import DictConfig
+
 from nemo_aligner.config.data_rules import check_prompts_can_be_read, check_sft_data
-from nemo_aligner.config.fields import Configuration, Section, key, section
+from nemo_aligner.config.fields import ABSENT, Configuration, Section, key, section
 from nemo_aligner.config.keys import common, data
-from nemo_aligner.config.keys.model import Peft, PolicyPeft, TrainedModel
+from nemo_aligner.config.keys.data import Examples, Lines, PackedSet
+from nemo_aligner.config.keys.model import (
+    DEFAULT_MASK_VALUE,
+    Peft,
+    PolicyPeft,
+    RewardHead,
+    TrainedModel,
+)
 from nemo_aligner.config.keys.rollouts import Responses
 from nemo_aligner.config.rollout_rules import check_generation, check_reshard
 from nemo_aligner.config.values import Values, is_number
 from nemo_aligner.core.errors import ConfigError
-from nemo_aligner.core.estimators import DIRECT_PREFERENCE_LOSSES
+from nemo_aligner.core.estimators import (
+    DIRECT_PREFERENCE_LOSSES,
+    LOSS_REDUCTIONS,
+    PREFERENCE_LOSSES,
+)
+
+
+class SFTAlarms(common.Alarms):
+    """Alarms of SFT.
+
+    effective_responses: **new**, of `train_steerlm2.py` alone: threshold of an alarm, see
+        [alarms](troubleshooting.md#alarms); null switches it off
+    """
+
+    effective_responses: float | None = key(1.05, at_least=1)
+
+
+class SteerLM2(Section):
+    """SteerLM 2.0.
+
+    micro_batch_size, forward_micro_batch_size: of `train_steerlm2.py` alone: responses per
+        micro-batch, and per forward pass that gives their weights. The sizes of `train_ds` count
+        prompts ([SteerLM](algorithms.md#steerlm-20))
+    """
+
+    micro_batch_size: int = key(1, at_least=1)
+    forward_micro_batch_size: int = key(1, at_least=1)
+
+
+class SFTModel(Section):
+    """SFT.
+
+    restore_from_path: base model; null: random weights. NeMo-Aligner: required
+    answer_only_loss: False: the prompt counts in the loss too. NeMo-Aligner never read this key
+        and always trained on the responses only
+    loss_reduction: **new**, as for the PPO actor
+    """
+
+    restore_from_path: str | None = key(None)
+    answer_only_loss: bool = key(True)
+    loss_reduction: str | None = key("token", choices=LOSS_REDUCTIONS)
+    steerlm2: SteerLM2 = section()
+
+
+def check(values: Values, dp: dict[str, int], ranks: int) -> None:
+    check_sft_data(values, dp, ("train_ds", "validation_ds"))
+
+
+def check_steerlm2(values: Values) -> None:
+    """Raise `ConfigError` unless a checked job of `gpt_sft.yaml` can train SteerLM 2.0."""
+    values.refuse("""
+        model.restore_from_path=null | ; give the policy that sampled the responses
+        !model.data.chat | : data of SteerLM 2 are in NeMo's chat format; set it to True
+        model.loss_reduction!=token | is not for SteerLM 2; leave it at token
+        model.data.train_ds.packed_sequence or model.data.validation_ds.packed_sequence | : SteerLM
+            2 packs none; set it to False
+    """)
+
+
+_SIZES = {name: f"${{model.data.train_ds.{name}}}" for name in common.SIZES}
+
+SFT_JOB = Configuration(
+    "gpt_sft",
+    {
+        "": common.Named,
+        **common.TRAINS,
+        "trainer.sft": common.SupervisedLoop,
+        "trainer.sft.alarms": SFTAlarms,
+        "model": (TrainedModel, SFTModel),
+        "model.peft": PolicyPeft,
+        "model.data": Examples,
+        "model.data.train_ds": PackedSet,
+        "model.data.validation_ds": PackedSet,
+        "model.data.test_ds": PackedSet,
+    },
+    {
+        **common.OF_SFT,
+        **common.FROM_SCRATCH,
+        **common.NO_RECOMPUTATION,
+        **common.NO_LAYERS,
+        "model.hidden_dropout": 0.0,
+        "model.attention_dropout": 0.0,
+        **common.below("model", _SIZES),
+        **common.below("model.data.validation_ds", common.VALIDATION_SET | _SIZES),
+    },
+    required=common.VALIDATION_SIZES,
+    check=check,
+    restore_key="model.restore_from_path",
+    from_scratch=True,
+    records="example",
+    bare=("model.data.test_ds",),
+)
+
+
+class RMModel(Section):
+    """Reward models.
+
+    loss_func: the same; NeMo-Aligner's documentation has the key above, its code read this one
+    """
+
+    loss_func: Any = key(None, fallback=None)
+
+
+class RMLoop(common.SupervisedLoop):
+    """Reward models.
+
+    train_random_sampler, val_random_sampler: shuffle
+    """
+
+    train_random_sampler: bool = key(True)
+    val_random_sampler: bool = key(False)
+
+
+class RewardModelType(Enum):
+    BINARY_RANKING = "binary_ranking"
+    REGRESSION = "regression"
+
+
+def reward_model_type(name: str | None) -> RewardModelType:
+    """The kind that `model.reward_model_type` names, or `ConfigError`; None: binary ranking."""
+    try:
+        return RewardModelType.BINARY_RANKING if name is None else RewardModelType(name)
+    except ValueError:
+        available = ", ".join(kind.value for kind in RewardModelType)
+        raise ConfigError(
+            f"model.reward_model_type={name!r} is not supported; use {available}."
+        ) from None
+
+
+def training_loss(cfg: DictConfig) -> str:
+    """What a model with the complete section `cfg` learns by: "regression" or one of
+    `estimators.PREFERENCE_LOSSES`.
+
+    NeMo-Aligner's documentation says `model.regression.loss_func`, its code reads
+    `model.loss_func`; both are read here.
+
+    Raises:
+        ConfigError: an unknown loss, or two different ones.
+    """
+    known = ("regression", *PREFERENCE_LOSSES)
+    written = {
+        "model.loss_func": cfg.loss_func,
+        "model.regression.loss_func": cfg.regression.loss_func,
+    }
+    for where, name in written.items():
+        if name is not None and name not in known:
+            raise ConfigError(f"{where}={name!r} is not supported; use one of {', '.join(known)}.")
+    name, documented = written.values()
+    if name not in (None, documented) and documented != "regression":
+        raise ConfigError(
+            f"model.loss_func={name} and model.regression.loss_func={documented} contradict "
+            "each other; set only the latter."
+        )
+    return str(documented if name is None else name)
+
+
+def learns_labelled_pairs(cfg: DictConfig) -> bool:
+    """Whether a model with the complete section `cfg` learns pairs of samples with labels."""
+    return (
+        reward_model_type(cfg.reward_model_type) is RewardModelType.REGRESSION
+        and training_loss(cfg) in PREFERENCE_LOSSES
+    )
+
+
+REWARD_MODEL_JOB = Configuration(
+    "training_rm",
+    {
+        **common.FROM_CHECKPOINT,
+        "trainer.rm": RMLoop,
+        "model": (TrainedModel, RewardHead, RMModel),
+        "model.peft": Peft,
+        "model.data": Lines,
+    },
+    {
+        **common.NEW_DATA,
+        **common.FROM_SCRATCH,
+        **common.wandb("nemo_aligner_rm", "rlhf_gpt3_rm_2b"),
+        "model.micro_batch_size": 2,
+        "model.sequence_parallel": ABSENT,
+        "model.share_embeddings_and_output_weights": False,
+        "model.hidden_dropout": None,
+        "model.attention_dropout": None,
+        "model.reward_model_type": "binary_ranking",
+        "model.output_sequence": False,
+        "model.use_avg_pool": False,
+        "model.force_head_dtype": "bfloat16",
+        "model.regression.num_attributes": 1,
+        "model.regression.loss_mask_val": DEFAULT_MASK_VALUE,
+        "model.regression.loss_func": "regression",
+        "model.regression.load_rm_head_weights": False,
+        **common.below(
+            "model.reward_standardization", dict.fromkeys(("enable", "mean", "std"), ABSENT)
+        ),
+    },
+    without=frozenset(["model.data.allow_empty_prompt"]),
+    from_scratch=True,
+    pairs=True,
+    records="scored",
+)
 
 
 class PreferenceAlarms(common.Alarms):
