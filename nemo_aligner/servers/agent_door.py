@@ -43,7 +43,7 @@ class AgentDoor(HttpServer):
             raise RefusedError(501, f"Unsupported method ({request.method[:40]!r})")
         request.note_admitted()
         fields = await _read(request)
-        act = self._action(request, fields, request.watch())
+        act = self._action(request, fields, request.asker())
         try:
             session = await request.wait_for(future_of("agent", act))
         except UserError as error:

@@ -79,9 +79,9 @@ class Request:
         meanwhile if it wants them. `CancelledError` of futures: it was cancelled, which it is if
         nobody has begun with it when the client has gone.
         """
-        work, is_there = asyncio.wrap_future(future), self.watch()
+        work, watcher = asyncio.wrap_future(future), self.watch()
         while not (await asyncio.wait([work], timeout=HEARTBEAT_S))[0]:
-            if not is_there():
+            if watcher.done():
                 future.cancel()
             elif self.header(HEARTBEAT_HEADER) is not None:
                 self._give_sign_of_life()
@@ -89,17 +89,26 @@ class Request:
             raise concurrent.futures.CancelledError
         return work.result()
 
-    def watch(self) -> Callable[[], bool]:
-        """A function for any thread that says whether the client, whose body has been read, still
-        waits.
-        """
+    def watch(self) -> "asyncio.Task[None]":
+        """What ends when the client, whose body has been read, leaves."""
 
         async def until_it_leaves() -> None:
             while (await self._receive())["type"] != "http.disconnect":
                 pass
 
         self._watcher = self._watcher or asyncio.ensure_future(until_it_leaves())
-        return lambda watcher=self._watcher: not watcher.done()  # type: ignore[misc]
+        return self._watcher
+
+    def asker(self) -> Callable[[], bool]:
+        """A function for other threads that says whether the client still waits, now."""
+        watcher, loop = self.watch(), asyncio.get_running_loop()
+
+        async def has_left() -> bool:
+            for _ in range(8):  # rounds of the loop, in which it reads what has come
+                await asyncio.sleep(0)
+            return watcher.done()
+
+        return lambda: not asyncio.run_coroutine_threadsafe(has_left(), loop).result(BODY_S)
 
     def forget(self) -> None:
         if self._watcher is not None:
