@@ -12,7 +12,7 @@
 # make guessing     PPO on a game of several turns, played with a Python class
 # make test-fast    unit tests of the mathematics, the configuration and the trainers
 # make test         every promise once (tests/promises.md), without a GPU
-# make test-full    all tests but those of make chaos: every split, both fronts, the long jobs
+# make test-full    all tests but those of make chaos: every split, servers with and without Triton, the long jobs
 # make chaos        faults in the phases of a job, and what came of them; CHAOS=all: every fault in every phase
 # make bench        benchmarks against Hugging Face and TRL (25 to 28 minutes); writes benchmarks/results/*.json
 #                   and the tables of benchmarks/figures.md

@@ -22,7 +22,7 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from omegaconf import OmegaConf
 
 from nemo_aligner.checkpoint import dist_ckpt
-from nemo_aligner.checkpoint.data_only import unmarked
+from nemo_aligner.checkpoint.file_references import unmarked
 
 COLUMN = ("word_embeddings.weight", "output_layer.weight")
 COLUMN += ("linear_qkv.weight", "linear_qkv.bias", "linear_fc1.weight", "linear_fc1.bias")

@@ -62,9 +62,9 @@ def post(url: str, content: dict, token: str) -> dict | None:
     try:
         with urllib.request.urlopen(request) as reply:
             return json.loads(reply.read() or b"{}")
-    except urllib.error.HTTPError:
-        raise
-    except OSError:
+    except OSError as error:
+        if isinstance(error, urllib.error.HTTPError) and error.code != 503:  # 503: it is ending
+            raise
         return None
 
 

@@ -359,7 +359,8 @@ class RolloutTrainer(TrainingLoop):
         finally:
             gathered, self._gathered = self._gathered, {}
             phases, self._phases = self._phases, []
-            for step in sorted(gathered, key=self.step.__eq__):  # the present one last
+            # The present step comes last.
+            for step in sorted(gathered, key=lambda step: step == self.step):
                 self.logger.log_metrics(gathered[step], step=step)
             self.logger.log_samples(FILE, phases, step=self.step)
 

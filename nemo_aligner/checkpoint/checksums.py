@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
-import numpy as np
 import xxhash
 from nemo.utils import logging
 from torch.distributed.checkpoint.filesystem import FileSystem
@@ -292,18 +291,3 @@ def _remedy(path: Path) -> str:
     if (path / MARKER).is_file():
         return "Copy it again, or use another checkpoint."
     return f"Copy it again; if you changed it yourself, remove {MANIFEST} from it."
-
-
-# Data files above this size (bytes) are known by their size and these samples of their content.
-SMALL = 4 << 20
-SAMPLES, SAMPLE_BYTES = 64, 4096
-
-
-def content_samples(path: Path) -> bytes:
-    """The content of a file; of one above `SMALL`, samples of it."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        if size <= SMALL:
-            return file.read()
-        starts = np.linspace(0, size - SAMPLE_BYTES, SAMPLES).astype(np.int64).tolist()
-        return b"".join((file.seek(start), file.read(SAMPLE_BYTES))[1] for start in starts)

@@ -19,12 +19,13 @@ import numpy as np
 from nemo.utils import logging
 from omegaconf import DictConfig, OmegaConf
 
-from nemo_aligner.checkpoint.checksums import MANIFEST, content_samples
+from nemo_aligner.checkpoint.checksums import MANIFEST
 from nemo_aligner.checkpoint.dist_ckpt import failing_together
 from nemo_aligner.checkpoint.forms import locate
 from nemo_aligner.config.access import shown_url
 from nemo_aligner.config.server_rules import text_of
 from nemo_aligner.config.values import leaves, plain_dict
+from nemo_aligner.core.content import content_samples
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.core.kl import name_kl_estimator
 from nemo_aligner.parallel.collectives import gathered

@@ -26,13 +26,8 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from nemo_aligner.checkpoint import forms, megatron_keys
-from nemo_aligner.checkpoint.data_only import (
-    COMMON_FILE,
-    COMMON_OBJECT,
-    OUTSIDE,
-    read_objects,
-    read_yaml,
-)
+from nemo_aligner.checkpoint.data_only import COMMON_FILE, COMMON_OBJECT, read_objects
+from nemo_aligner.checkpoint.file_references import OUTSIDE, read_yaml
 from nemo_aligner.checkpoint.hugging_face.reading import ORIGIN, end_token_ids
 from nemo_aligner.checkpoint.old_weights import RankTensors, files_of_ranks
 from nemo_aligner.checkpoint.stored_weights import EitherName, TensorSource, unnumbered

@@ -35,7 +35,12 @@ from nemo.utils.tar_utils import TarPathTraversalError, safe_extract
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
-from nemo_aligner.checkpoint import data_only, dist_ckpt, forms, torch_dist_stream
+from nemo_aligner.checkpoint import (
+    dist_ckpt,
+    file_references,
+    forms,
+    torch_dist_stream,
+)
 from nemo_aligner.checkpoint.checksums import (
     Checksums,
     check_files_together,
@@ -44,8 +49,8 @@ from nemo_aligner.checkpoint.checksums import (
     check_space,
     write_manifest,
 )
-from nemo_aligner.checkpoint.data_only import ARTIFACT_KEYS, TOKENIZER_TYPE, unmarked
 from nemo_aligner.checkpoint.dist_ckpt import barrier, failing_together
+from nemo_aligner.checkpoint.file_references import ARTIFACT_KEYS, TOKENIZER_TYPE, unmarked
 from nemo_aligner.checkpoint.folders import WRITING_SUFFIX, replace
 from nemo_aligner.checkpoint.forms import CONFIG_FILE, WEIGHTS_FOLDER
 from nemo_aligner.checkpoint.stored_weights import TensorSource, is_gated
@@ -129,14 +134,14 @@ def _set_nemo_gelu(config: DictConfig) -> None:
 def read_archive(path: Path) -> DictConfig:
     """The configuration of a `.nemo` or a job's checkpoint; see `sources.Source.stored_config`."""
     folder = _unpack_small_members(path)
-    config = data_only.read_yaml(folder / forms.CONFIG_FILE, path)
-    data_only.refuse_resolvers(config, path)
+    config = file_references.read_yaml(folder / forms.CONFIG_FILE, path)
+    file_references.refuse_resolvers(config, path)
     _set_nemo_gelu(config)
-    for key in (*data_only.ARTIFACT_KEYS, data_only.TOKENIZER_TYPE, TOKENIZER_FOLDER):
+    for key in (*file_references.ARTIFACT_KEYS, file_references.TOKENIZER_TYPE, TOKENIZER_FOLDER):
         value = OmegaConf.select(config, key, throw_on_missing=False)
         if isinstance(value, str) and value.startswith(ARTIFACT_PREFIX):
             OmegaConf.update(config, key, _inside(folder, value, path))
-        elif key in data_only.ARTIFACT_KEYS and isinstance(value, str) and value:
+        elif key in file_references.ARTIFACT_KEYS and isinstance(value, str) and value:
             # In old archives: a path on the machine that wrote them.
             beside = folder / Path(value).name
             if beside.is_file():
@@ -151,7 +156,7 @@ def read_archive(path: Path) -> DictConfig:
     if own_copy is not None:
         config.tokenizer.type = own_copy
         del config.tokenizer[TOKENIZER_FOLDER.split(".")[1]]
-    data_only.mark_outside(config, folder)
+    file_references.mark_outside(config, folder)
     return config
 
 
@@ -159,7 +164,7 @@ def _inside(folder: Path, reference: str, path: Path) -> str:
     """The path of `nemo:<name>` in the archive at `path`, unpacked in `folder`."""
     name = Path(reference.removeprefix(ARTIFACT_PREFIX))
     file = folder / name
-    if name.is_absolute() or ".." in name.parts or data_only.leads_out(file, folder):
+    if name.is_absolute() or ".." in name.parts or file_references.leads_out(file, folder):
         raise UserError(f"{path}: {reference} leads out of the archive; do not use this file.")
     return str(file)
 

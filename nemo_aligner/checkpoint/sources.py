@@ -11,7 +11,7 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from nemo_aligner.checkpoint import adapters, forms, nemo_archive
-from nemo_aligner.checkpoint.data_only import mark_outside, refuse_resolvers
+from nemo_aligner.checkpoint.file_references import mark_outside, refuse_resolvers
 from nemo_aligner.checkpoint.stored_weights import TensorSource
 from nemo_aligner.core.errors import UserError
 
@@ -53,7 +53,7 @@ class Source(PathLike[str]):
 
     def config(self, base: "Source | None" = None) -> DictConfig:
         """The configuration of the model; paths of files in the checkpoint are absolute, others
-        have `data_only.OUTSIDE` in front. For adapters: of the model merged with `base`
+        have `file_references.OUTSIDE` in front. For adapters: of the model merged with `base`
         (None: the one that they name).
 
         Raises:

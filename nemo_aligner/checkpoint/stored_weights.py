@@ -98,7 +98,12 @@ def load_weights(source: TensorSource, sharded: Sharded) -> Sharded:
 
 
 def _tensor(source: TensorSource, wanted: ShardedTensor) -> Tensor:
-    part = wanted.global_slice()
+    # As `ShardedTensor.global_slice`, which 0.20 lacks.
+    shape = (None,) * wanted.prepend_axis_num + wanted.local_shape
+    part = tuple(
+        first if size is None else slice(first, first + size)
+        for first, size in zip(wanted.global_offset, shape, strict=True)
+    )
     target = wanted.data
     assert target is not None
     if not wanted.allow_shape_mismatch:

@@ -29,7 +29,7 @@ from nemo_aligner.checkpoint import (
     nemo_archive,
     torch_dist_stream,
 )
-from nemo_aligner.checkpoint.data_only import OUTSIDE
+from nemo_aligner.checkpoint.file_references import OUTSIDE
 from nemo_aligner.checkpoint.folders import replaced_folder
 from nemo_aligner.checkpoint.hugging_face import peft, peft_config, reading, writing
 from nemo_aligner.checkpoint.hugging_face.architecture import TABLES

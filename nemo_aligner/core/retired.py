@@ -1,8 +1,8 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Names of NeMo-Aligner that have lost their meaning. They can still be imported, with a warning,
-because a script may import what it never uses. Using one is an error that says what to do. Others
-have moved, so that a job does not import the data sets of all.
+"""Names of NeMo-Aligner that have moved, or have lost their meaning: these can still be imported,
+with a warning, because a script may import what it never uses. Using one is an error that says
+what to do.
 """
 
 import importlib

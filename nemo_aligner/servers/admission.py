@@ -266,7 +266,8 @@ def error_reply(status: int, line: str) -> Reply:
     return status, {"Content-Type": JSON}, json.dumps({"error": line}).encode()
 
 
-SHUTTING_DOWN = error_reply(503, "Server is stopping")
+STOPPING = "Server is stopping"
+SHUTTING_DOWN = error_reply(503, STOPPING)
 
 
 class DirectReplies:

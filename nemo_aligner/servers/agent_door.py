@@ -43,12 +43,11 @@ class AgentDoor(HttpServer):
             raise RefusedError(501, f"Unsupported method ({request.method[:40]!r})")
         request.note_admitted()
         fields = await _read(request)
-        async with request.watching_client() as is_there:
-            act = self._action(request, fields, is_there)
-            try:
-                session = await request.wait_for(future_of("agent", act))
-            except UserError as error:
-                raise RefusedError(400, str(error)) from error
+        act = self._action(request, fields, request.asker())
+        try:
+            session = await request.wait_for(future_of("agent", act))
+        except UserError as error:
+            raise RefusedError(400, str(error)) from error
         return (204, {}, b"") if session is None else _json(200, session)
 
     def _action(

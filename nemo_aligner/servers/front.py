@@ -134,6 +134,7 @@ class Front(HttpServer):
         self.triton = triton
 
     def start(self, should_stop: Callable[[], bool]) -> None:
+        """See `Host.start`; it takes a moment."""
         self.open()
 
     def failure(self) -> str | None:

@@ -27,6 +27,7 @@ from nemo_aligner.servers.admission import (
     FIRST_REQUEST_S,
     MOST_CONNECTIONS,
     NEXT_REQUEST_S,
+    STOPPING,
     RefusedError,
     Reply,
 )
@@ -53,6 +54,7 @@ class Request:
         self.note_admitted: Callable[[], None] = scope["state"][_ADMITTED]
         self._give_sign_of_life: Callable[[], None] = scope["state"][_CONTINUE]
         self._receive, self._rest = receive, memoryview(b"")
+        self._watcher: asyncio.Task[None] | None = None
 
     async def read(self, size: int) -> bytearray:
         """The next `size` bytes of the body; `RefusedError` if they do not come."""
@@ -73,25 +75,44 @@ class Request:
         return data
 
     async def wait_for(self, future: "concurrent.futures.Future[T]") -> T:
-        """The result of `future`; the client gets signs of life meanwhile if it wants them."""
-        work = asyncio.wrap_future(future)
+        """The result of `future`; the client, whose body has been read, gets signs of life
+        meanwhile if it wants them. `CancelledError` of futures: it was cancelled, which it is if
+        nobody has begun with it when the client has gone.
+        """
+        work, watcher = asyncio.wrap_future(future), self.watch()
         while not (await asyncio.wait([work], timeout=HEARTBEAT_S))[0]:
-            if self.header(HEARTBEAT_HEADER) is not None:
+            if watcher.done():
+                future.cancel()
+            elif self.header(HEARTBEAT_HEADER) is not None:
                 self._give_sign_of_life()
         if work.cancelled():
             raise concurrent.futures.CancelledError
         return work.result()
 
-    @contextlib.asynccontextmanager
-    async def watching_client(self) -> Any:
-        """Gives a function for any thread that says whether the client, whose body has been read,
-        still waits.
-        """
-        watcher = asyncio.ensure_future(self._receive())  # the next that comes is its farewell
-        try:
-            yield lambda: not watcher.done()
-        finally:
-            watcher.cancel()
+    def watch(self) -> "asyncio.Task[None]":
+        """What ends when the client, whose body has been read, leaves."""
+
+        async def until_it_leaves() -> None:
+            while (await self._receive())["type"] != "http.disconnect":
+                pass
+
+        self._watcher = self._watcher or asyncio.ensure_future(until_it_leaves())
+        return self._watcher
+
+    def asker(self) -> Callable[[], bool]:
+        """A function for other threads that says whether the client still waits, now."""
+        watcher, loop = self.watch(), asyncio.get_running_loop()
+
+        async def has_left() -> bool:
+            for _ in range(8):  # rounds of the loop, in which it reads what has come
+                await asyncio.sleep(0)
+            return watcher.done()
+
+        return lambda: not asyncio.run_coroutine_threadsafe(has_left(), loop).result(BODY_S)
+
+    def forget(self) -> None:
+        if self._watcher is not None:
+            self._watcher.cancel()
 
 
 def future_of(name: str, call: Callable[..., T], *args: Any) -> "concurrent.futures.Future[T]":
@@ -101,29 +122,23 @@ def future_of(name: str, call: Callable[..., T], *args: Any) -> "concurrent.futu
     def run() -> None:
         try:
             settle(future, call(*args))
-        except Exception as error:
-            settle(future, error)
+        except BaseException as error:  # whoever waits must hear of it
+            settle(future, error if isinstance(error, Exception) else RuntimeError(repr(error)))
 
     in_thread(name, run)
     return future
 
 
 class HttpServer:
-    """uvicorn in a thread. It holds its port from the start and serves from `open` to `close`.
-    `UserError`, with the `key` of the port: it cannot listen.
-    """
+    """uvicorn in a thread: serves from `open` to `close`. `key`: of the port, for messages."""
 
     def __init__(
         self, host: str, port: int, tls: ssl.SSLContext | None = None, key: str = SERVER_PORT
     ):
         self.address = self.host, self.port = host, port
-        self._socket = socket.socket()
+        self._key, self._socket = key, socket.socket()
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            self._socket.bind((host, port))
-        except (OSError, OverflowError) as error:
-            self._socket.close()
-            raise port_error(host, port, error, key) from error
+        self._has_port = False
         config = uvicorn.Config(
             self,
             http=_Connection,
@@ -144,7 +159,23 @@ class HttpServer:
         config.ssl = tls  # as it was checked at the start of the job
         self._server, self._thread = uvicorn.Server(config), threading.Thread()
 
+    def take_port(self) -> None:
+        """Keep others from the port; it is not open yet. `UserError`: it is taken."""
+        self._try_port(lambda: self._socket.bind(self.address))
+        self._has_port = True
+
+    def _try_port(self, step: Callable[[], None]) -> None:
+        try:
+            step()
+        except (OSError, OverflowError) as error:
+            self._socket.close()
+            raise port_error(*self.address, error, self._key) from error
+
     def open(self) -> None:
+        """`UserError`: the port is taken."""
+        if not self._has_port:
+            self.take_port()
+        self._try_port(lambda: self._socket.listen(1024))
         self._thread = in_thread("uvicorn", self._server.run, [self._socket])
         while not self._server.started:
             if not self._thread.is_alive():
@@ -157,7 +188,7 @@ class HttpServer:
 
     def close_port(self) -> None:
         """Let no more connections in. Those that are open stay, for the replies."""
-        for listener in self._server.servers if self.is_open else ():
+        for listener in getattr(self._server, "servers", ()):  # none while it starts
             with contextlib.suppress(RuntimeError):  # the loop has ended
                 listener.get_loop().call_soon_threadsafe(listener.close)
 
@@ -174,13 +205,18 @@ class HttpServer:
         receive: Callable[[], Awaitable[dict[str, Any]]],
         send: Callable[[dict[str, Any]], Awaitable[None]],
     ) -> None:
+        request = Request(scope, receive)
         try:
-            status, headers, body = await self.reply(Request(scope, receive))
+            status, headers, body = await self.reply(request)
+        except asyncio.CancelledError:  # `close` waits no longer
+            status, headers, body = self.error(503, STOPPING)
         except RefusedError as refusal:
             status, headers, body = self.error(refusal.status, str(refusal))
         except Exception as error:
             logging.error(f"{scope['path']}: {traceback.format_exc()}")
             status, headers, body = self.error(500, cause_of(error))
+        finally:
+            request.forget()
         headers = self.complete(headers, body)
         encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
         await send({"type": "http.response.start", "status": status, "headers": encoded})

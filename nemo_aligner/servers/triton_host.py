@@ -111,6 +111,7 @@ class TritonHost:
         behind = Triton(triton.socket_path)
         given = self._endpoints, self._access, self._tls, behind
         self._front = Front(self.host, self.port, *given)
+        self._front.take_port()
         self._triton = triton
         try:
             for endpoint, _function in self._endpoints:

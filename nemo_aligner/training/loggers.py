@@ -10,25 +10,23 @@ a step, the later line counts. NaN and infinities are written as null.
 """
 
 import errno
-import itertools
 import json
 import math
 import os
+import re
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nemo.utils import logging
+from prometheus_client import CollectorRegistry, Gauge, start_http_server
 
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.parallel.environment import is_rank_zero
 
 if TYPE_CHECKING:
     import pandas
-import re
-
-from prometheus_client import CollectorRegistry, Gauge, start_http_server
 
 
 def named(family: str, metrics: Mapping[str, Any]) -> dict[str, Any]:
@@ -72,8 +70,11 @@ class CustomLoggerWrapper:
         numbers = {key: _number(key, value) for key, value in given.items() if value is not None}
         self.apply_fn("log_metrics", numbers, step=step)
         about = {"step": step, "time": time.time()}
-        for _, family in itertools.groupby(numbers, os.path.dirname):
-            self._write("metrics", about | {key: numbers[key] for key in family})
+        families: dict[str, dict[str, float]] = {}
+        for key, number in numbers.items():
+            families.setdefault(key[: key.find("/") + 1], {})[key] = number
+        for family in families.values():
+            self._write("metrics", about | family)
         self._report(False)
 
     def log_table(self, key: str, dataframe: "pandas.DataFrame", step: int | None = None) -> None:

@@ -281,6 +281,109 @@ def test_an_error_of_the_model_comes_back_in_one_line_with_its_place(job, mirror
     assert_serving(Raw(job), mirror)
 
 
+@pytest.mark.full
+def test_a_bad_request_fails_alone():
+    """Although the server computes it together with good ones."""
+    model = build_model()
+    with CriticJob(
+        max_queue_delay_microseconds=500_000,
+        inference_micro_batch_size=16,
+        server={"frontend": "asgi"},
+    ) as job:
+        raw = Raw(job.wait_until_serving())
+        tokens = np.arange(1, 11).reshape(2, 5)
+        lengths = np.full((2, 1), 5)
+        rewards, _values = expected_scores(model, torch.from_numpy(tokens), [5, 5])
+        bad = {
+            1: ({"tokens": tokens, "sequence_lengths": lengths + 1}, "holds 6"),
+            4: ({"tokens": np.full((2, 5), RAISE), "sequence_lengths": lengths}, "cannot stand"),
+            6: ({"tokens": tokens, "sequence_lengths": lengths[:, :0]}, "shape [2, 0]"),
+            7: ({"tokens": tokens, "tokenizer": [[b"x"]] * 2}, "policy's tokenizer"),
+        }
+
+        def ask(number):
+            good = {"tokens": tokens, "sequence_lengths": lengths}
+            try:
+                return raw("critic_infer", **bad.get(number, (good, ""))[0])["rewards"]
+            except Exception as error:
+                return str(error)
+
+        with concurrent.futures.ThreadPoolExecutor(10) as pool:
+            replies = list(pool.map(ask, range(10)))
+        for number, reply in enumerate(replies):
+            if number in bad:
+                assert bad[number][1] in reply and "Traceback" not in reply, reply
+            else:
+                np.testing.assert_allclose(reply, rewards[:, None].numpy(), rtol=1e-6)
+        assert_serving(raw, model)
+
+
+def two_rank_client(port):
+    """On each rank: what the client's calls return or raise."""
+    from nemo_aligner.parallel import parallel_state
+
+    parallel_state.initialize(tensor_model_parallel_size=1)
+    rank = parallel_state.get_data_parallel_rank()
+    client = RemoteGPTRMCriticClient(client_config(port))
+    tokens = torch.tensor([[1, 2, 3, 0, 0, 0], [4, 5, 6, 7, 0, 0]]) + rank
+    rewards, values = client.infer_rm_critic(
+        {"response_tokens": tokens, "response_lengths": torch.tensor([3, 4])}
+    ).result()
+    data = make_training_data(6, 9, seed=1)
+    rows = slice(0, 4) if rank == 0 else slice(4, 6)  # shares may be uneven
+    data = {name: tensor[rows] for name, tensor in data.items()}
+    loss = client.train(
+        {"response_tokens": data["tokens"], "values": data["prev_values"], **data}
+    ).result()
+    status = client.save(actor_step=7).result()
+    client.check_status(7, {})
+    errors = []
+    bad = {
+        "response_tokens": torch.full((1, 4), RAISE if rank == 0 else 1),
+        "response_lengths": torch.tensor([4]),
+    }
+    future = client.infer_rm_critic(bad)
+    try:
+        future.result()
+        errors.append("")
+    except ServerRequestError as error:
+        errors.append(str(error))
+    data["response_tokens"] = torch.full_like(data["tokens"], RAISE)
+    try:
+        client.train({**data, "values": data["prev_values"]}).result()
+    except ServerRequestError as error:
+        errors.append(str(error))
+    try:
+        client.check_status(8, {})
+    except UserError as error:
+        errors.append(str(error))
+    client.communicator.close()
+    return rewards, values, loss, status, errors
+
+
+@pytest.mark.full
+def test_clients_of_two_ranks(job, mirror):
+    """Scores reach every rank, training rows are gathered, a remote error is raised on all with
+    its place.
+    """
+    results = run_ranks(two_rank_client, 2, 100, job.port)
+    for rank, (rewards, values, _loss, _status, _errors) in enumerate(results):
+        tokens = torch.tensor([[1, 2, 3, 0, 0, 0], [4, 5, 6, 7, 0, 0]]) + rank
+        want_rewards, want_values = expected_scores(mirror, tokens, torch.tensor([3, 4]))
+        torch.testing.assert_close(rewards, want_rewards)
+        want_values = want_values[:, :-1].clone()
+        want_values[:, 4:] = 0  # columns after the longest row are not sent
+        torch.testing.assert_close(values, want_values)
+    loss = expected_update(mirror, make_training_data(6, 9, seed=1), gbs=4)
+    for _rewards, _values, got_loss, status, errors in results:
+        assert got_loss == pytest.approx(loss, rel=1e-5) and status == 0
+        infer_error, train_error, status_error = errors
+        assert re.search(r"cannot stand \(critic_job.py:\d+ in misbehave\)$", train_error)
+        assert "actor is at step 8" in status_error
+    assert "cannot stand" in results[0][4][0]
+    assert_serving(Raw(job), mirror)
+
+
 def test_an_update_in_pieces_is_one_update(job, mirror, monkeypatch):
     """Six rows make two optimizer steps; the pieces have two rows."""
     from nemo_aligner.servers import served_model
@@ -697,107 +800,3 @@ def test_a_job_whose_triton_is_stopped_for_good_ends_with_one_message():
         assert codes == [1], codes
         assert "Triton runs, but has not replied to 6 requests in a row; its host" in job.log()
         job.assert_nothing_left()
-
-
-def two_rank_client(port):
-    """On each rank: what the client's calls return or raise."""
-    from nemo_aligner.parallel import parallel_state
-
-    parallel_state.initialize(tensor_model_parallel_size=1)
-    rank = parallel_state.get_data_parallel_rank()
-    client = RemoteGPTRMCriticClient(client_config(port))
-    tokens = torch.tensor([[1, 2, 3, 0, 0, 0], [4, 5, 6, 7, 0, 0]]) + rank
-    rewards, values = client.infer_rm_critic(
-        {"response_tokens": tokens, "response_lengths": torch.tensor([3, 4])}
-    ).result()
-    data = make_training_data(6, 9, seed=1)
-    rows = slice(0, 4) if rank == 0 else slice(4, 6)  # shares may be uneven
-    data = {name: tensor[rows] for name, tensor in data.items()}
-    loss = client.train(
-        {"response_tokens": data["tokens"], "values": data["prev_values"], **data}
-    ).result()
-    status = client.save(actor_step=7).result()
-    client.check_status(7, {})
-    errors = []
-    bad = {
-        "response_tokens": torch.full((1, 4), RAISE if rank == 0 else 1),
-        "response_lengths": torch.tensor([4]),
-    }
-    future = client.infer_rm_critic(bad)
-    try:
-        future.result()
-        errors.append("")
-    except ServerRequestError as error:
-        errors.append(str(error))
-    data["response_tokens"] = torch.full_like(data["tokens"], RAISE)
-    try:
-        client.train({**data, "values": data["prev_values"]}).result()
-    except ServerRequestError as error:
-        errors.append(str(error))
-    try:
-        client.check_status(8, {})
-    except UserError as error:
-        errors.append(str(error))
-    client.communicator.close()
-    return rewards, values, loss, status, errors
-
-
-@pytest.mark.full
-def test_clients_of_two_ranks(job, mirror):
-    """Scores reach every rank, training rows are gathered, a remote error is raised on all with
-    its place.
-    """
-    results = run_ranks(two_rank_client, 2, 100, job.port)
-    for rank, (rewards, values, _loss, _status, _errors) in enumerate(results):
-        tokens = torch.tensor([[1, 2, 3, 0, 0, 0], [4, 5, 6, 7, 0, 0]]) + rank
-        want_rewards, want_values = expected_scores(mirror, tokens, torch.tensor([3, 4]))
-        torch.testing.assert_close(rewards, want_rewards)
-        want_values = want_values[:, :-1].clone()
-        want_values[:, 4:] = 0  # columns after the longest row are not sent
-        torch.testing.assert_close(values, want_values)
-    loss = expected_update(mirror, make_training_data(6, 9, seed=1), gbs=4)
-    for _rewards, _values, got_loss, status, errors in results:
-        assert got_loss == pytest.approx(loss, rel=1e-5) and status == 0
-        infer_error, train_error, status_error = errors
-        assert re.search(r"cannot stand \(critic_job.py:\d+ in misbehave\)$", train_error)
-        assert "actor is at step 8" in status_error
-    assert "cannot stand" in results[0][4][0]
-    assert_serving(Raw(job), mirror)
-
-
-@pytest.mark.full
-@asgi_frontend
-def test_a_bad_request_fails_alone(frontend):
-    """Although Triton hands it over together with good ones."""
-    model = build_model()
-    with CriticJob(
-        max_queue_delay_microseconds=500_000,
-        inference_micro_batch_size=16,
-        server={"frontend": frontend},
-    ) as job:
-        raw = Raw(job.wait_until_serving())
-        tokens = np.arange(1, 11).reshape(2, 5)
-        lengths = np.full((2, 1), 5)
-        rewards, _values = expected_scores(model, torch.from_numpy(tokens), [5, 5])
-        bad = {
-            1: ({"tokens": tokens, "sequence_lengths": lengths + 1}, "holds 6"),
-            4: ({"tokens": np.full((2, 5), RAISE), "sequence_lengths": lengths}, "cannot stand"),
-            6: ({"tokens": tokens, "sequence_lengths": lengths[:, :0]}, "shape [2, 0]"),
-            7: ({"tokens": tokens, "tokenizer": [[b"x"]] * 2}, "policy's tokenizer"),
-        }
-
-        def ask(number):
-            good = {"tokens": tokens, "sequence_lengths": lengths}
-            try:
-                return raw("critic_infer", **bad.get(number, (good, ""))[0])["rewards"]
-            except Exception as error:
-                return str(error)
-
-        with concurrent.futures.ThreadPoolExecutor(10) as pool:
-            replies = list(pool.map(ask, range(10)))
-        for number, reply in enumerate(replies):
-            if number in bad:
-                assert bad[number][1] in reply and "Traceback" not in reply, reply
-            else:
-                np.testing.assert_allclose(reply, rewards[:, None].numpy(), rtol=1e-6)
-        assert_serving(raw, model)

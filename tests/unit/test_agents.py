@@ -314,6 +314,15 @@ def test_no_agent_is_one_clear_error(start):
         job.environment.replies(wait=True)
 
 
+def test_a_session_is_given_without_a_body_too(start):
+    job = start()
+    job.says("Hello")
+    connection = http.client.HTTPConnection("127.0.0.1", job.port, timeout=patience(30))
+    with contextlib.closing(connection):
+        connection.request("POST", "/v1/sessions", headers={"Authorization": f"Bearer {TOKEN}"})
+        assert connection.getresponse().status == 200
+
+
 def test_what_may_not_enter_is_refused(start, monkeypatch):
     job = start()
     job.says("Hello")

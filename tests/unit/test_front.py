@@ -161,6 +161,25 @@ def test_requests_in_line_are_told_that_the_server_stops(triton, monkeypatch):
     assert not triton.held.passing
 
 
+def test_a_request_whose_client_has_left_is_dropped(make_front, triton, monkeypatch):
+    """Unless somebody has begun to work on it."""
+    monkeypatch.setattr(http_server, "HEARTBEAT_S", 0.05)
+    with contextlib.closing(make_front(triton)) as front:
+        release, replies, futures = threading.Event(), front.admission.replies, []
+        submit = replies.submit
+        monkeypatch.setattr(
+            replies, "submit", lambda *a: futures.append(submit(*a)) or futures[-1]
+        )
+        replies._lines["critic_infer", False].submit(release.wait, patience(20))
+        gone = http.client.HTTPConnection(*front.address, timeout=patience(20))
+        gone.request("POST", INFER, INFER_BODY)
+        wait_until(lambda: futures, 20, lambda: "a request in line")
+        gone.close()
+        wait_until(futures[0].cancelled, 20, lambda: "it is dropped")
+        release.set()
+        assert ask(front, "POST", INFER, INFER_BODY)[0] == 200 and len(triton.handled) == 1
+
+
 def test_outputs_come_as_they_are_asked_for(make_front, triton):
     """All or some, as numbers in the JSON or as bytes behind it, with the id of the request."""
     with contextlib.closing(make_front(triton)) as front:
@@ -259,7 +278,7 @@ def test_a_connection_without_a_request_is_closed(front, monkeypatch):
 def test_a_taken_port_is_named(front):
     host, port = front.address
     with pytest.raises(UserError, match=f"{host}:{port}.*trainer.ppo.port"):
-        Front(host, port, [], Access())
+        Front(host, port, [], Access()).open()
 
 
 TOKEN = "0123456789abcdef"

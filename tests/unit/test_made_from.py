@@ -13,13 +13,13 @@ import pytest
 from nemo.utils import logging
 from omegaconf import OmegaConf
 
-from nemo_aligner.checkpoint import checksums
 from nemo_aligner.checkpoint import made_from as module
 from nemo_aligner.checkpoint.checkpointing import CheckpointCallback
 from nemo_aligner.checkpoint.checksums import MANIFEST
 from nemo_aligner.checkpoint.made_from import compare, content_hash, made_from
 from nemo_aligner.config.defaults import complete_config
 from nemo_aligner.config.schema import LIVE
+from nemo_aligner.core import content
 from nemo_aligner.core.errors import SaveError, UserError
 from nemo_aligner.data.nlp.builders import build_sft_dataset
 
@@ -32,7 +32,7 @@ def warned(monkeypatch):
 
 
 def test_content_does_not_depend_on_the_place(tmp_path, monkeypatch):
-    monkeypatch.setattr(checksums, "SMALL", 1000)
+    monkeypatch.setattr(content, "SMALL", 1000)
     folder = tmp_path / "base"
     (folder / ".git").mkdir(parents=True)
     (folder / "model.safetensors").write_bytes(bytes(range(256)) * 4000)

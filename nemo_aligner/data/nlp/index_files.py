@@ -22,9 +22,9 @@ from typing import Any
 
 import numpy as np
 
-from nemo_aligner.checkpoint.checksums import SMALL as SMALL
-from nemo_aligner.checkpoint.checksums import content_samples
 from nemo_aligner.core import leftovers
+from nemo_aligner.core.content import SMALL as SMALL
+from nemo_aligner.core.content import content_samples
 from nemo_aligner.core.errors import UserError
 
 FOLDER = ".nemo_aligner_index"

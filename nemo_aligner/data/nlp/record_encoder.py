@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from nemo_aligner.checkpoint.data_only import check_not_outside
+from nemo_aligner.checkpoint.file_references import check_not_outside
 from nemo_aligner.config.data_rules import (
     FROM_TOKENIZER,
     KEPT_FORM,

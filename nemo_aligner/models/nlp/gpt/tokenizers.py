@@ -19,7 +19,7 @@ from nemo.utils import logging
 from omegaconf import DictConfig
 from transformers import GPT2Tokenizer
 
-from nemo_aligner.checkpoint.data_only import check_not_outside, unmarked
+from nemo_aligner.checkpoint.file_references import check_not_outside, unmarked
 from nemo_aligner.config.data_rules import KEPT_FORM
 from nemo_aligner.config.defaults import complete
 from nemo_aligner.config.inert_keys import to_plain
