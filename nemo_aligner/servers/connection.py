@@ -102,6 +102,7 @@ class Server:
     seen: bool = False  # it was available at some time
     state: str = "no reply"
     served: ServedModel | None = None  # as it described itself; None while left out
+    mismatch: str | None = None  # why its model cannot be used
     hung: bool = False  # wait for a score, or until it was restarted
     pause: float = 0.0  # how long it is left out at least, the next time
     out_until: float = 0.0
@@ -151,13 +152,12 @@ class ServerConnection:
         """Refuse new requests; those in flight get `grace_s`, then they fail."""
         with self._lock:
             self._closed = True
-            while self._waiting:
-                self._fail(self._waiting.popleft(), "was not sent: this client was closed")
             self._lock.notify_all()
             self._lock.wait_for(lambda: not any(s.in_flight for s in self.servers), self.grace_s)
+            for request in self._waiting:
+                self._fail(request, "was not sent: this client was closed")
             for server in self.servers:
-                for request in self._take_back(server):
-                    self._fail(request, "has no reply: this client was closed")
+                self._give_up(server, "has no reply: this client was closed")
         deadline = time.monotonic() + 1.0
         for thread in self._monitors:
             thread.join(max(0.0, deadline - time.monotonic()))
@@ -191,18 +191,21 @@ class ServerConnection:
         else:
             server.in_flight.add(request)
 
-    def _take_back(self, server: Server) -> list[Request]:
-        """The requests in flight at `server`, given up there."""
-        requests = list(server.in_flight)
-        server.in_flight.clear()
-        for request in requests:
+    def _give_up(
+        self, server: Server, why: str, kind: type[ServerRequestError] = ServerRequestError
+    ) -> None:
+        """Fail what is in flight at `server`; it stays so until its thread has ended, so that no
+        later request overtakes it.
+        """
+        for request in server.in_flight:
+            self._fail(request, why, kind)  # first: what is aborted would be sent again
             assert request.exchange is not None  # it is in flight
             request.exchange.abort()
-            request.exchange = None
-        return requests
 
-    def _fail(self, request: Request, why: str) -> None:
-        settle(request.future, ServerRequestError(f"request to {request.title} {why}"))
+    def _fail(
+        self, request: Request, why: str, kind: type[ServerRequestError] = ServerRequestError
+    ) -> None:
+        settle(request.future, kind(f"request to {request.title} {why}"))
 
     def _wait_to_probe(self, server: Server) -> None:
         """Return when it is time, or this is closed. A server without requests is not probed."""
@@ -214,10 +217,8 @@ class ServerConnection:
     def _note_probe(self, server: Server, status: int | None) -> None:
         server.missed = 0 if status == 200 else server.missed + 1
         if server.missed >= MAX_MISSED_PROBES:
-            why = f"the server no longer replies ({server.missed} probes in a row)"
-            for request in self._take_back(server):
-                text = f"request to {request.title} failed: {why}. {RESTART_REMEDY}"
-                settle(request.future, LostPeerError(text))
+            why = f"failed: the server no longer replies ({server.missed} probes in a row)"
+            self._give_up(server, f"{why}. {RESTART_REMEDY}", LostPeerError)
             server.missed = 0
 
     # ---- threads ----
@@ -239,7 +240,8 @@ class ServerConnection:
         with self._lock:
             if request.exchange is exchange:  # else it was taken back
                 server.in_flight.discard(request)
-                self._settle(request, server, outcome)
+                if not request.future.done():
+                    self._settle(request, server, outcome)
                 self._dispatch()
                 self._lock.notify_all()
 

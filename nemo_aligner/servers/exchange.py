@@ -193,6 +193,8 @@ class Exchange:
             if self._aborted:  # between two parts of a request
                 raise ConnectionAbortedError("the request was given up")
             self._connection.connect()
+            if self._aborted:  # there was no socket to break
+                raise ConnectionAbortedError("the request was given up")
             connected = True
             _watch_peer(self._connection.sock)
             self._connection.sock.settimeout(SILENCE_S if self._heartbeat else timeout_s)

@@ -122,9 +122,9 @@ class Fleet(ServerConnection):
         with self._lock:
             while not self._started:
                 now = time.monotonic()
-                for probe in self._probes.values():
-                    if probe.unusable is not None:
-                        raise ServerMismatchError(probe.unusable)
+                for server in self.servers:
+                    if server.mismatch is not None:
+                        raise ServerMismatchError(server.mismatch)
                 missing = [server for server in self.servers if not server.seen]
                 late = now - self._born >= self.init_timeout_s
                 first = self._first_seen
@@ -246,7 +246,8 @@ class Fleet(ServerConnection):
 
     def _try(self, server: Server) -> None:
         """Ask a server that hung for the score of a sample, unless it is being asked."""
-        if self._sample is not None and not any(each.is_trial for each in server.in_flight):
+        asked = any(each.is_trial for each in server.in_flight)
+        if self._sample is not None and server.served is not None and not asked:
             trial = Request(self.title, self._sample, self.endpoint, is_trial=True)
             self._launch(trial, server)
 
@@ -254,11 +255,9 @@ class Fleet(ServerConnection):
         problem = self._probes[server].state
         if status == 200:
             server.missed = 0
-            if server.served is None:
-                server.state = problem
-            elif server.hung:
+            if server.hung:
                 self._try(server)
-            elif not server.available and time.monotonic() >= server.out_until:
+            elif server.served and not server.available and time.monotonic() >= server.out_until:
                 logging.info(f"{'connected' if not server.seen else 'back'}: {self._name(server)}")
                 server.available = server.seen = True
                 if self._first_seen is None:
@@ -272,7 +271,11 @@ class Fleet(ServerConnection):
             if server.missed >= MAX_MISSED_PROBES:
                 server.hung = False
                 self._leave_out(server, f"{problem} to {server.missed} probes in a row")
-                for request in self._take_back(server):
+                given_up, server.in_flight = server.in_flight, set()
+                for request in given_up:
+                    assert request.exchange is not None  # it is in flight
+                    request.exchange.abort()
+                    request.exchange = None
                     if not request.is_trial:
                         self._send_again(request, lost=True)
             if not server.available:
@@ -297,22 +300,24 @@ class Fleet(ServerConnection):
 
     def _probe(self, server: Server) -> int | None:
         """As `ServerConnection._probe`; reads what a server that may be taken in serves."""
-        probe, served = self._probes[server], None
+        probe, served, problem = self._probes[server], None, None
         warnings: list[str] = []
         try:
             status = probe.status(PROBE_TIMEOUT_S)
             if status == 200 and not server.available:
                 served, warnings = probe.read(self.endpoint, PROBE_TIMEOUT_S)
         except DescriptionError as error:
-            probe.state = str(error)
+            problem = str(error)
         except ServerMismatchError as error:
-            probe.state = probe.unusable = str(error)
-            warnings = [probe.state] if self._started else []  # else the job ends with it
+            problem = probe.unusable = str(error)
+            warnings = [problem] if self._started else []  # else the job ends with it
         except Exception as error:  # e.g. a host name that cannot be encoded
             status, probe.state = None, repr(error)
         with self._lock:
             if not server.available:
-                server.served = served
+                server.served, server.state = served, problem or server.state
+            if probe.unusable is not None or served is not None:
+                server.mismatch = probe.unusable
             for warning in [each for each in warnings if each not in self._warned]:
                 logging.warning(warning)
             self._warned.update(warnings)

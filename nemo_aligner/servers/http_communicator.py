@@ -123,10 +123,12 @@ class HTTPCommunicator:
         if served.instance is not None:
             request.headers[INSTANCE_HEADER] = served.instance
             request.repeatable = "request_id" in data or not served.lists("request_id")
-        sent = SentRequest(connection.send(request), lambda: request.title)
+        title = request.title  # alone: a request holds a whole update
+        sent = SentRequest(connection.send(request), lambda: title)
         return PendingReply({server_name: sent})
 
     def close(self) -> None:
         """End all connections; requests in flight get a few seconds."""
         for connection in set(self.connections.values()):
             connection.close()
+        self.connections.clear()

@@ -19,6 +19,7 @@ import torch
 
 from nemo_aligner.core import leftovers
 from nemo_aligner.core.errors import ServerRequestError
+from nemo_aligner.servers import fleet
 from nemo_aligner.servers.ports import find_free_port
 from nemo_aligner.servers.scoring_clients import RemoteGPTRMClient
 from tests.functional.jobs import (
@@ -263,6 +264,54 @@ def test_a_start_removes_what_a_killed_server_left(tmp_path, tiny_tokenizer, tin
     finally:
         for path in strangers:
             path.unlink(missing_ok=True)
+
+
+@pytest.mark.full  # tests/unit/test_fleet.py has the client alone
+def test_a_server_that_was_stopped_and_continued_gets_requests_again(
+    tmp_path, tiny_tokenizer, tiny_tokenizer_dir, monkeypatch
+):
+    """All of its processes, for longer than Triton's own watch over its parts; the other server
+    scores meanwhile.
+    """
+    for name in ("PROBE_INTERVAL_S", "RETRY_INTERVAL_S"):
+        monkeypatch.setattr(fleet, name, 1.0)
+    ports = [find_free_port(), find_free_port()]
+    with (
+        code_reward_server(tmp_path / "a", ports[0], tiny_tokenizer_dir) as a,
+        code_reward_server(tmp_path / "b", ports[1], tiny_tokenizer_dir) as b,
+    ):
+        for job in (a, b):
+            wait_until_serving(job)
+        with contextlib.closing(RemoteGPTRMClient(remote_rm(ports))) as client:
+            models = client.reward_models.fleets["reward_model"]
+            servers, send, sent = models.servers, models._send, []
+            batch = rollout(tiny_tokenizer, PAIRS)
+            monkeypatch.setattr(models, "_send", lambda *args: (sent.append(args[2]), send(*args)))
+
+            def score() -> list[int]:
+                """Score in six requests; by which server how many were."""
+                sent.clear()
+                pending = [client.infer_rm(batch) for _ in range(6)]
+                for future in pending:
+                    assert future.scores().rewards.tolist() == expected(tiny_tokenizer, PAIRS)
+                return [sent.count(server) for server in servers]
+
+            assert all(score()), (a.log[-2000:], b.log[-2000:])
+            process = psutil.Process(a.process.pid)
+            family = [process, *process.children(recursive=True)]
+            for member in family:
+                member.suspend()
+            time.sleep(15)
+            score()
+            assert not servers[0].available
+            assert score()[0] == 0
+            # A stub first: Triton gives one up that does not take a request within a second.
+            for member in reversed(family):
+                member.resume()
+            wait_until(lambda: servers[0].available, what=lambda: a.log[-3000:])
+            assert all(score()), (a.log[-2000:], b.log[-2000:])
+        for job in (a, b):
+            assert_ended_well(job, job.stop())
 
 
 @pytest.mark.full

@@ -27,6 +27,7 @@ from tests.functional.critic_job import CriticJob, build_model
 from tests.functional.jobs import remote_rm
 from tests.functional.toy_reward_server import NAN, RAISE, SLEEP, ToyRewardServer, expected_rewards
 from tests.patience import Deadline, patience, wait_until
+from tests.processes import is_alive
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -172,6 +173,25 @@ def test_servers_are_killed_and_come_back_in_the_middle_of_a_stream(pair, lines,
             about = [line for line in lines if server.address in line]
             assert len([line for line in about if "is left out" in line]) == 1, about
             assert len([line for line in about if "back: " in line]) == 1, about
+
+
+@pytest.mark.full  # tests/unit/test_fleet.py has the client alone
+def test_triton_that_outlives_its_process_does_not_hold_requests_back(pair, lines, monkeypatch):
+    """Only the Python process is killed: Triton then keeps the connections open, silently, for ten
+    seconds.
+    """
+    a, b = pair
+    monkeypatch.setattr(fleet_module, "PROBE_INTERVAL_S", 1.0)
+    with contextlib.closing(RemoteGPTRMClient(section(a, b))) as client:
+        stream = Stream(client)
+        stream.send_until_busy(0)
+        before = len(stream.sent)
+        orphans = a.kill_python()
+        wait_until(lambda: stream.answered(before))
+        assert any(map(is_alive, orphans))
+        stream.assert_all_right()
+        for orphan in orphans:  # the port is free again when they have ended
+            orphan.wait(patience(30))
 
 
 @pytest.mark.full  # tests/unit/test_fleet.py has the client alone

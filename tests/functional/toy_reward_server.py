@@ -97,6 +97,15 @@ class ToyRewardServer(TritonProcess):
         arguments = [self.port, self.scale, self.delay_s, self.count_file, self.model]
         self.run_python(__file__, *map(str, arguments))
 
+    def kill_python(self) -> list:
+        """SIGKILL to the Python process alone; returns the others, which hold the port for some
+        more seconds.
+        """
+        others = self.family()[1:]
+        self.process.kill()
+        self.process.wait(10)
+        return others
+
     def rows(self) -> list:
         """Number of rows of each call of the model, over all its lives."""
         return [int(line) for line in self.count_file.read_text().split()]

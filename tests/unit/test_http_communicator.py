@@ -15,6 +15,7 @@ import pytest
 from nemo_aligner.core.errors import ServerRequestError
 from nemo_aligner.servers import connection as connection_module
 from nemo_aligner.servers.connection import RESTART_REMEDY, ServerConnection
+from nemo_aligner.servers.exchange import ConnectionLostError, Exchange, InferRequest, Peer
 from nemo_aligner.servers.futures import PendingReply, SentRequest
 from nemo_aligner.servers.http_communicator import HTTPCommunicator
 from tests.patience import patience, wait_until
@@ -147,6 +148,16 @@ def test_closing_fails_what_is_open_and_ends_all_threads(fast):
         for thread in mine:
             thread.join(patience(5))
         assert not [thread for thread in mine if thread.is_alive()]
+
+
+def test_a_request_that_is_given_up_while_it_connects_is_never_sent():
+    with ScriptedServer() as server:
+        exchange = Exchange(Peer("127.0.0.1", server.port))
+        connect = exchange._connection.connect
+        exchange._connection.connect = lambda: (exchange.abort(), connect())
+        with pytest.raises(ConnectionLostError, match="given up") as caught:
+            exchange.run(InferRequest("critic_train", {"tokens": np.ones((1, 3))}), HANG_S)
+        assert not caught.value.sent and not server.requests
 
 
 # ---- several endpoints, and waiting ----
