@@ -125,7 +125,7 @@ class Pair:
             self.actor = jobs.enter_context(self.start_actor())
             if happen is not None:
                 happen(self)
-            os.environ.pop("CHAOS", None)  # what is started from here on meets nothing
+            os.environ.pop("CHAOS_FAULT", None)  # what is started from here on meets nothing
             starts, deadline = 1, Deadline(END_S)
             while (code := self.actor.process.poll()) != 0:
                 assert not deadline.passed(), self.story("no end in time")
@@ -216,8 +216,8 @@ class Pair:
 def chaos(pair: Pair, side: str, rank: int, phase: str, fault: str, **more) -> Iterator[None]:
     """Inside, processes that are started meet the fault (tests/chaos/phases.py)."""
     settings = {"side": side, "rank": rank, "phase": phase, "fault": fault}
-    os.environ["CHAOS"] = json.dumps({**settings, "folder": str(pair.folder), **more})
+    os.environ["CHAOS_FAULT"] = json.dumps({**settings, "folder": str(pair.folder), **more})
     try:
         yield
     finally:
-        os.environ.pop("CHAOS", None)
+        os.environ.pop("CHAOS_FAULT", None)

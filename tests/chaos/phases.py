@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Faults at a named place of a job, inside its processes.
 
-The environment variable CHAOS holds JSON: `side` ("actor" or "server"), `rank`, `phase` (a key of
-`PLACES`), `fault` and `folder`. The process of that rank meets the fault when it first reaches
-that place, in the second step of the run: by then there is something to lose.
+The environment variable CHAOS_FAULT holds JSON: `side` ("actor" or "server"), `rank`, `phase` (a
+key of `PLACES`), `fault` and `folder`. The process of that rank meets the fault when it first
+reaches that place, in the second step of the run: by then there is something to lose.
 """
 
 import errno
@@ -103,8 +103,8 @@ def write_scripts(folder: Path) -> None:
 
 
 def run(script: str) -> None:
-    if "CHAOS" in os.environ:
-        fault = json.loads(os.environ["CHAOS"])
+    if "CHAOS_FAULT" in os.environ:
+        fault = json.loads(os.environ["CHAOS_FAULT"])
         is_actor = "train" in Path(script).name
         if (fault["side"] == "actor") == is_actor:
             meet(fault)
