@@ -131,4 +131,3 @@ class HTTPCommunicator:
         """End all connections; requests in flight get a few seconds."""
         for connection in set(self.connections.values()):
             connection.close()
-        self.connections.clear()
