@@ -20,7 +20,7 @@ from nemo_aligner.core.win_rate import (
 )
 from nemo_aligner.generate.responses import Response
 from nemo_aligner.report.elements import (
-    chart_svg,
+    chart_grid,
     document,
     folded,
     format_number,
@@ -166,18 +166,18 @@ MAX_SAMPLES = 24
 
 def render(results: Mapping[str, Any], sides: Sequence[Scored], facts: Sequence[Row]) -> str:
     """The HTML page, with the `facts` (name, value) that the numbers were made with."""
-    title = " against ".join(side.name for side in sides)
     body = "".join(map(table, reversed(tables(results))))
     curves = {
         side.name: {r: n / len(side.rewards) for n, r in enumerate(sorted(side.rewards), start=1)}
         for side in sides
     }
     if all(len(curve) > 1 for curve in curves.values()):
-        chart = chart_svg("share of responses with at most this reward", curves, axis="reward")
-        body += f'<div class="charts">{chart}</div>'
+        title = "share of responses with at most this reward"
+        body += chart_grid([(title, curves)], axis="reward")
     body += _samples(sides)
     body += folded("How this was made", table([("", ""), *facts]))
-    return document(f"{title}: evaluation", body)
+    names = " against ".join(side.name for side in sides)
+    return document(f"{names}: evaluation", body)
 
 
 def _samples(sides: Sequence[Scored]) -> str:
