@@ -5,7 +5,6 @@
 import argparse
 import json
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,7 +20,7 @@ from nemo_aligner.generate.responses import (
     read_prompts,
     read_responses,
     replaced,
-    write_lines,
+    write_records,
     write_responses,
 )
 from nemo_aligner.generate.settings import CommandParser, compose_settings
@@ -87,7 +86,7 @@ def parser() -> CommandParser:
 
 @user_errors_end_the_job
 def main(argv: list[str] | None = None) -> None:
-    args, sources, settings = parser().split(sys.argv[1:] if argv is None else argv)
+    args, sources, settings = parser().split(argv)
     if not 1 <= len(sources) <= 2:
         raise UserError(
             f"one source or two are needed, not {len(sources)}: a policy or a .jsonl file of "
@@ -173,7 +172,7 @@ def evaluate(
         for side in sides
         for response, reward in zip(side.responses, side.rewards, strict=True)
     )
-    write_lines(out / "scores.jsonl", (score | line | score for line, score in own))
+    write_records(out / "scores.jsonl", (score | line | score for line, score in own))
     print(f"{out / 'evaluation.html'}, metrics.json, scores.jsonl")
 
 

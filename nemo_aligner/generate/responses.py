@@ -92,14 +92,17 @@ def read_responses(path: str | Path) -> list[Response]:
 
 def write_responses(path: str | Path, responses: Iterable[Response]) -> None:
     """Write a file of responses, whole or not at all; `UserError`: it cannot be written."""
-    write_lines(path, (response.line for response in responses))
+    write_records(path, (response.line for response in responses))
 
 
-def write_lines(path: str | Path, records: "Iterable[Record]") -> None:
-    """Write a JSON object per line, as `write_responses` does."""
+def write_records(path: str | Path, records: "Iterable[Record]") -> int:
+    """Write a jsonl file, which takes the place of `path` when it is complete; its length."""
+    count = 0
     with replaced(path) as file:
         for record in records:
             file.write(json.dumps(record, ensure_ascii=False, default=str) + "\n")
+            count += 1
+    return count
 
 
 def check_writable(path: str | Path) -> None:

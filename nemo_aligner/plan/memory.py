@@ -315,9 +315,8 @@ def update_parts(a: Architecture, split: Split, stage: int, w: Workload) -> Part
     temporary = max(layer_temporary(kind, split, tokens) for kind, _ in kinds)
     moments = [{ACTIVATIONS: flights * kept + again, TEMPORARY: temporary}]
     if stage == split.pp - 1:
-        for moment in output_bytes(a, split, w.samples, w):
-            kept_at_end = flights * kept + moment[ACTIVATIONS]
-            moments.append({**moment, ACTIVATIONS: kept_at_end})
+        ends = output_bytes(a, split, w.samples, w)
+        moments += [end | {ACTIVATIONS: flights * kept + end[ACTIVATIONS]} for end in ends]
     if stage == 0 and a.lora is None:  # at the end the gradient of the embedding table
         table = a.vocab_rows / split.tp * a.hidden * a.number_bytes
         moments.append({ACTIVATIONS: (flights - 1) * kept, TEMPORARY: table})
