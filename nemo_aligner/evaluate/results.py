@@ -61,15 +61,10 @@ def check_pairs(sides: Sequence[Sequence[Response]], names: Sequence[str]) -> No
     for number, (one, other) in enumerate(zip(first, second, strict=True), start=1):
         if one.prompt != other.prompt:
             raise UserError(
-                f"response {number} of {names[0]} is to the prompt {_shown(one.prompt)}, that of "
-                f"{names[1]} to {_shown(other.prompt)}; a win rate needs the same prompts in the "
+                f"response {number} of {names[0]} is to the prompt {one.prompt!r:.80}, that of "
+                f"{names[1]} to {other.prompt!r:.80}; a win rate needs the same prompts in the "
                 "same order."
             )
-
-
-def _shown(text: str, width: int = 80) -> str:
-    text = repr(text)
-    return text if len(text) <= width else f"{text[: width - 3]}..."
 
 
 def measure(

@@ -51,10 +51,8 @@ def reward_model_settings(reward: str, cfg: DictConfig) -> DictConfig:
     from nemo_aligner.config.schema import ARCHITECTURE_KEYS
     from nemo_aligner.generate.policy import newest_weights
 
-    split = {
-        key: cfg.model[key]
-        for key in (*(key for key in ARCHITECTURE_KEYS if key in cfg.model), "sequence_parallel")
-    }
+    keys = (*ARCHITECTURE_KEYS, "sequence_parallel")
+    split = {key: cfg.model[key] for key in keys if key in cfg.model}
     source = newest_weights(reward, "--reward")
     rm_cfg = OmegaConf.create(
         {

@@ -130,13 +130,10 @@ def job_config(
     the job does not have or that needs a value, or a reference that leads nowhere.
     """
     given = overrides.copy()
-    OmegaConf.update(given, job.config.restore_key, path, force_add=True)
+    for key, value in {job.config.restore_key: path, **UNRELATED}.items():
+        if key in job.config.keys:
+            OmegaConf.update(given, key, value, merge=False, force_add=True)
     cfg = complete_config(given, job.config.name)
-    for key, value in UNRELATED.items():
-        section, _, name = key.rpartition(".")
-        parent = OmegaConf.select(cfg, section)
-        if isinstance(parent, DictConfig) and name in parent.keys():  # `in parent` misses "???"
-            parent[name] = value
     check_keys(plain_dict(cfg), job.config.name)
     for known in job.config.keys.values():
         known.check_null(Values(plain_dict(cfg)))

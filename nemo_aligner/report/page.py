@@ -74,7 +74,8 @@ def render(*run_dirs: Path) -> str:
     )
     title = f"{', '.join(run_dir.resolve().name for run_dir in run_dirs)}: training report"
     kinds = {job.place: [each for each in jobs if each.place == job.place] for job in jobs}
-    compared = "".join(map(_compared, kinds.values())) if len(run_dirs) > 1 else ""
+    several = [kind for kind in kinds.values() if len(kind) > 1 < len(run_dirs)]
+    compared = "".join(map(_compared, several))
     links = " ".join(
         f'<a href="#job{number}">{escape(job.name)}</a>' for number, job in enumerate(jobs)
     )
@@ -85,9 +86,7 @@ def render(*run_dirs: Path) -> str:
 
 
 def _compared(jobs: list[JobRecord]) -> str:
-    """The section with the curves of several jobs over each other; empty for one job."""
-    if len(jobs) == 1:
-        return ""
+    """The section with the curves of several jobs over each other."""
     shown: dict[str, dict[str, Curve]] = {}
     rest: dict[str, dict[str, Curve]] = {}
     for job in jobs:
