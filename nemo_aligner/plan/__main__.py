@@ -3,11 +3,11 @@
 """The command line: `nemo-aligner plan MODEL --gpus N --memory 80GB`."""
 
 import argparse
+import functools
 import json
 import re
 import shlex
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from textwrap import indent
 from typing import Any
@@ -275,7 +275,7 @@ def parser() -> argparse.ArgumentParser:
 
 def read_inputs(args: argparse.Namespace) -> list[JobInput]:
     """The jobs to be planned; `UserError`: a model or an override cannot be read."""
-    models: dict[Path, tuple[Mapping[str, Any], int]] = {}
+    read = functools.cache(read_model)
     inputs: list[JobInput] = []
     jobs = chosen_jobs(args.job, args.overrides)
     if len(jobs) == 1 and (args.critic or args.critic_model):
@@ -291,9 +291,7 @@ def read_inputs(args: argparse.Namespace) -> list[JobInput]:
             )
     for number, job in enumerate(jobs):
         path = args.critic_model if number and args.critic_model else args.model
-        if path not in models:
-            models[path] = read_model(path)
-        model, vocab_size = models[path]
+        model, vocab_size = read(path)
         if inputs:  # a server reads the samples that the actor sends
             width = inputs[0].cfg["model"]["encoder_seq_length"]
             longest = model.get("encoder_seq_length") or width

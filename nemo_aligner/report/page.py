@@ -182,12 +182,12 @@ def _alarms(job: JobRecord) -> str:
                 "the job's log says which."
             ),
         )
-    rows = [("watched", "worst", "last")]
-    for title, key, large_is_bad in WATCHED:
+    rows: list[tuple[str, ...]] = [("watched", "worst", "last")]
+    for title, key, worst in WATCHED:
         if key in job.series:
             curve = job.series[key]
-            worst = max(curve.values()) if large_is_bad else min(curve.values())
-            rows.append((title, format_number(worst), format_number(curve[max(curve)])))
+            values = worst(curve.values()), curve[max(curve)]
+            rows.append((title, *map(format_number, values)))
     return f'<h3>Alarms</h3><p class="{kind}">{escape(said)}</p>{table(rows)}'
 
 
@@ -213,21 +213,17 @@ def _samples(key: str, rows: list[dict[str, Any]]) -> str:
     if not rows:
         return ""
     first, last = rows[0].get("step"), rows[-1].get("step")
-    old = {row["prompt"]: row for row in rows if row.get("step") == first}
-    new = {row["prompt"]: row for row in rows if row.get("step") == last}
-    shared = [prompt for prompt in old if prompt in new] if first != last else []
+    old, new = (
+        {row["prompt"]: row for row in rows if row.get("step") == step} for step in (first, last)
+    )
+    shared = [prompt for prompt in old if prompt in new and first != last][:MAX_SAMPLES]
     if shared:
         names = ("prompt", f"step {first}", f"step {last}")
-        cells = [
-            (prompt, _response(old[prompt]), _response(new[prompt]))
-            for prompt in shared[:MAX_SAMPLES]
-        ]
+        cells = [(prompt, _response(old[prompt]), _response(new[prompt])) for prompt in shared]
     else:
         names = ("step", "prompt", "response")
-        cells = [
-            (str(row.get("step")), row["prompt"], _response(row))
-            for row in rows[: -MAX_SAMPLES - 1 : -1]
-        ]
+        latest = rows[: -MAX_SAMPLES - 1 : -1]
+        cells = [(str(row.get("step")), row["prompt"], _response(row)) for row in latest]
     title = escape(key.removeprefix("table/"))
     return f"<h3>{title} ({len(cells)})</h3>{unfolded(cells, names, FIRST_SAMPLES)}"
 

@@ -179,23 +179,19 @@ def what_it_learned(job: JobRecord) -> dict[str, str]:
     return titles
 
 
-# Quantities that alarms watch: title, metric, and whether large values are the bad ones.
-WATCHED = (
-    ("sampler and trainer disagree", "train_rollouts/sampling_ratio_mean_error", True),
-    ("clipped ratios", "train_optim/ppo_clip_fraction", True),
-    ("explained variance of the critic", "train_rollouts/explained_variance", False),
-    (
-        "responses that end by themselves",
-        "train_rollouts/fraction_of_samples_properly_ended",
-        False,
-    ),
-    ("own responses that end by themselves", "train/fraction_of_samples_properly_ended", False),
-    ("own responses that equal the data's", "train/identical_fraction", True),
-    ("what chosen and rejected responses have both lost", "train/likelihood_fall", True),
-    ("margin of rewards", "train/margin", False),
-    ("margin of rewards", "train/rewards_margin", False),
-    ("probability of the teacher's top-k tokens", "train/teacher_mass", False),
-    ("responses that share the weight of a prompt", "train/effective_responses", False),
+# Quantities that alarms watch: title, metric, and which of its values is the worst.
+WATCHED: tuple[tuple[str, str, Any], ...] = (
+    ("sampler and trainer disagree", "train_rollouts/sampling_ratio_mean_error", max),
+    ("clipped ratios", "train_optim/ppo_clip_fraction", max),
+    ("explained variance of the critic", "train_rollouts/explained_variance", min),
+    ("responses that end by themselves", "train_rollouts/fraction_of_samples_properly_ended", min),
+    ("own responses that end by themselves", "train/fraction_of_samples_properly_ended", min),
+    ("own responses that equal the data's", "train/identical_fraction", max),
+    ("what chosen and rejected responses have both lost", "train/likelihood_fall", max),
+    ("margin of rewards", "train/margin", min),
+    ("margin of rewards", "train/rewards_margin", min),
+    ("probability of the teacher's top-k tokens", "train/teacher_mass", min),
+    ("responses that share the weight of a prompt", "train/effective_responses", min),
 )
 
 
