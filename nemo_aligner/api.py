@@ -32,6 +32,7 @@ from nemo_aligner.core.endings import ExitCode, note_ending
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.core.tokenizer import begins_with_bos, text_tokens
 from nemo_aligner.generate.policy import newest_weights, refuse_heads
+from nemo_aligner.generation.batch import padded
 from nemo_aligner.jobs import rollouts, servers, supervised
 from nemo_aligner.launch.endings import end_at_once
 from nemo_aligner.launch.job_entry import check_job
@@ -230,10 +231,8 @@ class Policy:
                     f"{len(rows[-1]) - len(begin)} of a response; both need one, and together "
                     f"they may have model.encoder_seq_length={limit}."
                 )
-        ends = [len(row) for row in rows]
-        padding = self.tokenizer.eos_id
-        padded = [row + [padding] * (max(ends) - len(row)) for row in rows]
-        return torch.tensor(padded), torch.tensor(starts), torch.tensor(ends)
+        tokens = padded(rows, torch.device("cpu"), self.tokenizer.eos_id)
+        return tokens, torch.tensor(starts), torch.tensor([len(row) for row in rows])
 
     def train(
         self,

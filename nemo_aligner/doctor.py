@@ -282,20 +282,14 @@ def disk(
 ) -> Finding:
     """Whether a folder can be written and has space."""
     try:
-        size, free = space(folder)
+        found = shutil.disk_usage(folder)
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
         text = f"{folder} cannot be written ({error.strerror})"
         return Finding(MISSING, subject, text, remedy)
-    text = f"{folder}, {free / GB:,.2f} of {size / GB:,.2f} GiB are free"
-    return graded(subject, text, free, low, enough, remedy)
-
-
-def space(path: Path) -> tuple[int, int]:
-    """Bytes of the file system, and those that this user can still write."""
-    found = os.statvfs(path)
-    return found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
+    text = f"{folder}, {found.free / GB:,.2f} of {found.total / GB:,.2f} GiB are free"
+    return graded(subject, text, found.free, low, enough, remedy)
 
 
 def temporary_folders() -> Iterator[Finding]:
@@ -324,14 +318,13 @@ def measure_clocks() -> tuple[int, float]:
 
 def clock(year: int, drift: float) -> Finding:
     """Whether the wall clock can be right, and whether it runs evenly."""
+    if YEARS[0] <= year < YEARS[1] and abs(drift) <= MAX_DRIFT_S:
+        return Finding(OK, "clock", f"year {year}, runs evenly")
+    text = (
+        f"year {year}, moved by {drift:.2f} s in 0.2 s: the times in logs and of files are wrong"
+    )
     remedy = "Set it, for example with chrony or systemd-timesyncd"
-    if not YEARS[0] <= year < YEARS[1]:
-        text = f"the year is {year}: the times in logs and of files are wrong"
-        return Finding(WARNING, "clock", text, remedy)
-    if abs(drift) > MAX_DRIFT_S:
-        text = f"it was moved by {drift:.2f} s in 0.2 s: the times in logs are wrong"
-        return Finding(WARNING, "clock", text, remedy)
-    return Finding(OK, "clock", f"year {year}, runs evenly")
+    return Finding(WARNING, "clock", text, remedy)
 
 
 def available_memory() -> int:

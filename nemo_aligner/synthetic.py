@@ -5,14 +5,13 @@ label: their options and their files of records.
 """
 
 import argparse
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.data.nlp.sources import Record
-from nemo_aligner.generate.responses import check_writable, replaced
+from nemo_aligner.generate.responses import check_writable, write_records
 from nemo_aligner.generate.settings import CommandParser
 
 if TYPE_CHECKING:
@@ -41,16 +40,6 @@ def open_records(path: str, inspect: Callable[[Record], int]) -> "Records":
     from nemo_aligner.data.nlp.records import Records
 
     return Records([path], [], inspect)
-
-
-def write_records(path: Path | str, records: Iterable[Record]) -> int:
-    """Write a jsonl file, which takes the place of `path` when it is complete; its length."""
-    count = 0
-    with replaced(path) as file:
-        for record in records:
-            file.write(json.dumps(record, ensure_ascii=False) + "\n")
-            count += 1
-    return count
 
 
 Rows = Iterable[Mapping[str, Any]]

@@ -47,17 +47,17 @@ def pad_vocab_size(vocab_size: int, multiple: int, tensor_model_parallel_size: i
     return math.ceil(vocab_size / multiple) * multiple
 
 
-def count_vocab_rows(cfg: Any, vocab_size: int) -> int:
+def count_vocab_rows(cfg: Mapping[str, Any], vocab_size: int) -> int:
     """Rows of the embedding table by `cfg`, a complete `model` section: `override_vocab_size`
     (`ConfigError`: below `vocab_size`) rounded up for the TP ranks, else `vocab_size` padded.
     """
-    tp, rows = cfg.tensor_model_parallel_size, cfg.override_vocab_size
+    tp, rows = cfg["tensor_model_parallel_size"], cfg["override_vocab_size"]
     if not rows:
-        return pad_vocab_size(vocab_size, cfg.make_vocab_size_divisible_by, tp)
+        return pad_vocab_size(vocab_size, cfg["make_vocab_size_divisible_by"], tp)
     if rows < vocab_size:
         raise ConfigError(
             f"model.override_vocab_size={rows}, the rows of the embedding table, is less than the "
-            f"{vocab_size} ids of the tokenizer ({cfg.tokenizer.type}); use the model's own."
+            f"{vocab_size} ids of the tokenizer ({cfg['tokenizer']['type']}); use the model's own."
         )
     return pad_vocab_size(int(rows), 1, tp)
 

@@ -5,8 +5,7 @@
 import argparse
 import json
 import re
-import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,6 +20,7 @@ from nemo_aligner.generate.responses import (
     read_prompts,
     read_responses,
     replaced,
+    write_records,
     write_responses,
 )
 from nemo_aligner.generate.settings import CommandParser, compose_settings
@@ -30,7 +30,7 @@ from nemo_aligner.parallel.environment import is_rank_zero
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-    from nemo_aligner.evaluate.results import Results, Scored
+    from nemo_aligner.data.nlp.sources import Record
 
 DESCRIPTION = """\
 Say how good the responses of a policy are, and how often it beats another one.
@@ -86,7 +86,7 @@ def parser() -> CommandParser:
 
 @user_errors_end_the_job
 def main(argv: list[str] | None = None) -> None:
-    args, sources, settings = parser().split(sys.argv[1:] if argv is None else argv)
+    args, sources, settings = parser().split(argv)
     if not 1 <= len(sources) <= 2:
         raise UserError(
             f"one source or two are needed, not {len(sources)}: a policy or a .jsonl file of "
@@ -102,108 +102,89 @@ def main(argv: list[str] | None = None) -> None:
 
     from nemo_aligner.config.checks import check_config
 
-    check_sources(sources, args.prompts, Path(args.out))
+    policies = [source for source in sources if not source.endswith((".jsonl", ".json"))]
+    check_sources(sources, policies, args)
+    prompts = read_prompts(args.prompts) if policies else []
     check_writable(Path(args.out) / "evaluation.html")
     check_config(cfg, "evaluate")
-    files = {each: read_responses(each) for each in sources if is_file_of_responses(each)}
-    evaluate(cfg, sources, args, files)
+    files = {source: read_responses(source) for source in sources if source not in policies}
+    evaluate(cfg, sources, files, prompts, args)
 
 
 def evaluate(
     cfg: DictConfig,
     sources: Sequence[str],
+    files: Mapping[str, list[Response]],
+    prompts: "Sequence[Record]",
     args: argparse.Namespace,
-    files: dict[str, list[Response]],
 ) -> None:
     """Get the responses, but for those in `files`, score them, show the numbers; on all ranks."""
-    from nemo_aligner.evaluate.results import Scored, check_pairs, measure
-    from nemo_aligner.evaluate.rewards import (
-        function_rewards,
-        model_rewards,
-        reward_model_settings,
-    )
+    from nemo_aligner.evaluate import rewards as by
+    from nemo_aligner.evaluate.results import Scored, check_pairs, measure, render, tables
+    from nemo_aligner.report.elements import columns
 
     names = list(sources)
     if len(set(names)) < len(names):
         names = [f"{source} ({number})" for number, source in enumerate(sources, start=1)]
-    if len(files) == len(sources) == 2:  # before a model is loaded
-        check_pairs(files[sources[0]], files[sources[1]], names)
+    if len(files) == 2:  # before a model is loaded
+        check_pairs([*files.values()], names)
     by_function = re.search(r"\.py(:\w*)?$", args.reward) is not None
-    if by_function and args.prompts:
-        samples = [Response("", "", columns=prompt) for prompt in read_prompts(args.prompts)]
-        function_rewards(args.reward, [samples], cfg.inference, check=True)
-    responses = [files.get(source, []) for source in sources]
+    if by_function and prompts:
+        samples = [Response("", "", columns=prompt) for prompt in prompts]
+        by.function_rewards(args.reward, [samples], cfg.inference, check=True)
+    out, responses = Path(args.out), [files.get(source, []) for source in sources]
     rewards = None
-    if not by_function or not all(source in files for source in sources):
+    if not by_function or prompts:
         from nemo_aligner.generate.policy import quiet_logs
         from nemo_aligner.launch.processes import resolve_and_create_trainer
 
         quiet_logs()
         # First, so that a mistake ends the command before a policy has generated.
-        rm_cfg = None if by_function else reward_model_settings(args.reward, cfg)
+        rm_cfg = None if by_function else by.reward_model_settings(args.reward, cfg)
         trainer = resolve_and_create_trainer(cfg)
         for number, source in enumerate(sources):
             if source not in files:
-                out = Path(args.out) / RESPONSES.format(number + 1)
-                responses[number] = responses_of_policy(source, cfg, trainer, args, out)
+                responses[number] = responses_of_policy(source, cfg, trainer, prompts, args)
+                if is_rank_zero():
+                    write_responses(out / RESPONSES.format(number + 1), responses[number])
         if rm_cfg is not None:
-            rewards = model_rewards(rm_cfg, trainer, responses)
+            rewards = by.model_rewards(rm_cfg, trainer, responses)
     if not is_rank_zero():
         return
     if len(sources) == 2:
-        check_pairs(responses[0], responses[1], names)
+        check_pairs(responses, names)
     if rewards is None:
-        rewards = function_rewards(args.reward, responses, cfg.inference)
+        rewards = by.function_rewards(args.reward, responses, cfg.inference)
     sides = [Scored(*each) for each in zip(names, responses, rewards, strict=True)]
     results = measure(sides, **cfg.bootstrap)
-    facts = (("reward", args.reward), ("prompts", args.prompts or "those of the responses"))
-    _report(results, sides, Path(args.out), cfg, facts)
-
-
-def _report(
-    results: "Results",
-    sides: "Sequence[Scored]",
-    out: Path,
-    cfg: DictConfig,
-    facts: Sequence[tuple[str, str]],
-) -> None:
-    """Print the table, and write the page, the metrics and the scored responses."""
-    from nemo_aligner.evaluate.results import as_metrics, comparison_rows, policy_rows, render
-    from nemo_aligner.report.elements import columns
-
-    for rows in (policy_rows(results), comparison_rows(results)):
-        if rows:
-            print(f"{columns(rows)}\n")
-    shown = plain_dict(cfg, resolve=True)
+    for rows in tables(results):
+        print(f"{columns(rows)}\n")
+    facts = {"reward": args.reward, "prompts": args.prompts or "those of the responses"}
+    settings = plain_dict(cfg, resolve=True)
     percent = f"{100 * cfg.bootstrap.confidence:g}% of {cfg.bootstrap.resamples} resamples"
-    settings = [(key, str(value)) for key, value in leaves(shown)]
-    page = render(results, sides, [*facts, ("intervals", percent), *settings])
+    shown = facts | {"intervals": percent} | {key: str(v) for key, v in leaves(settings)}
     with replaced(out / "evaluation.html") as file:
-        file.write(page)
+        file.write(render(results, sides, [*shown.items()]))
     with replaced(out / "metrics.json") as file:
-        json.dump(as_metrics(results) | dict(facts) | {"settings": shown}, file, indent=1)
-    with replaced(out / "scores.jsonl") as file:
-        for side in sides:
-            for response, reward in zip(side.responses, side.rewards, strict=True):
-                own = {"source": side.name, "reward": reward}
-                line = own | response.line | own
-                file.write(json.dumps(line, ensure_ascii=False, default=str) + "\n")
+        json.dump(results | facts | {"settings": settings}, file, indent=1)
+    own = (
+        (response.line, {"source": side.name, "reward": reward})
+        for side in sides
+        for response, reward in zip(side.responses, side.rewards, strict=True)
+    )
+    write_records(out / "scores.jsonl", (score | line | score for line, score in own))
     print(f"{out / 'evaluation.html'}, metrics.json, scores.jsonl")
 
 
-def is_file_of_responses(source: str) -> bool:
-    """Whether a word of the command line names responses and not a policy."""
-    return source.endswith((".jsonl", ".json"))
-
-
-def check_sources(sources: Sequence[str], prompts: str | None, out: Path) -> None:
+def check_sources(
+    sources: Sequence[str], policies: Sequence[str], args: argparse.Namespace
+) -> None:
     """`UserError`: a source does not exist or would be replaced by a policy's responses, or
     prompts are missing or not needed.
     """
-    policies = [source for source in sources if not is_file_of_responses(source)]
     files = [Path(source).resolve() for source in sources if source not in policies]
     for number, source in enumerate(sources, start=1):
-        place = out / RESPONSES.format(number)
+        place = Path(args.out) / RESPONSES.format(number)
         if source in policies and place.resolve() in files:
             raise UserError(f"{place} is a source and would be replaced; give another --out.")
         is_there = source not in policies or Path(source).expanduser().exists()
@@ -212,39 +193,37 @@ def check_sources(sources: Sequence[str], prompts: str | None, out: Path) -> Non
                 f"{source} does not exist; name a policy (a .nemo file or folder, or the folder "
                 "of a job) or a .jsonl file of responses that nemo-aligner generate wrote."
             )
-    if policies and prompts is None:
+    if policies and args.prompts is None:
         raise UserError(
             f"{policies[0]} is a policy, so --prompts FILE must give the prompts that it is to "
             "respond to."
         )
-    if prompts is not None and not policies:
+    if args.prompts is not None and not policies:
         raise UserError(
-            f"--prompts {prompts} is not used: {' and '.join(sources)} hold responses already; "
-            "leave it out."
+            f"--prompts {args.prompts} is not used: {' and '.join(sources)} hold responses "
+            "already; leave it out."
         )
-    if prompts is not None:
-        read_prompts(prompts)
 
 
 def responses_of_policy(
-    source: str, cfg: DictConfig, trainer: "Trainer", args: argparse.Namespace, out: Path
+    source: str,
+    cfg: DictConfig,
+    trainer: "Trainer | None",
+    prompts: "Sequence[Record]",
+    args: argparse.Namespace,
 ) -> list[Response]:
     """Have a policy respond to a file of prompts; all ranks call it, and all get the responses.
-    Rank 0 also writes them to `out`. The memory of the policy is free again afterwards.
+    The memory of the policy is free again afterwards.
     """
     from nemo_aligner.generate.batch import respond
-    from nemo_aligner.generate.policy import ChatForm, free, load_policy
+    from nemo_aligner.generate.policy import ChatForm, load_policy
     from nemo_aligner.parallel.device import clear_memory
 
     cfg = cfg.copy()
     cfg.pretrained_checkpoint.restore_from_path = source
     policy = load_policy(cfg, trainer)
-    responses = respond(
-        policy, read_prompts(args.prompts), ChatForm(args.chat, args.system), args.prompts
-    )
-    if is_rank_zero():
-        write_responses(out, responses)
-    free(policy)
+    responses = respond(policy, prompts, ChatForm(args.chat, args.system), args.prompts)
+    policy.generator.model.clear()
     del policy
     clear_memory()
     return responses

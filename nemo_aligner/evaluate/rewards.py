@@ -51,10 +51,8 @@ def reward_model_settings(reward: str, cfg: DictConfig) -> DictConfig:
     from nemo_aligner.config.schema import ARCHITECTURE_KEYS
     from nemo_aligner.generate.policy import newest_weights
 
-    split = {
-        key: cfg.model[key]
-        for key in (*(key for key in ARCHITECTURE_KEYS if key in cfg.model), "sequence_parallel")
-    }
+    keys = (*ARCHITECTURE_KEYS, "sequence_parallel")
+    split = {key: cfg.model[key] for key in keys if key in cfg.model}
     source = newest_weights(reward, "--reward")
     rm_cfg = OmegaConf.create(
         {
@@ -78,6 +76,7 @@ def model_rewards(
     from nemo_aligner.config.rules import check_values
     from nemo_aligner.config.server_rules import check_one_reward_per_sample
     from nemo_aligner.generate.policy import check_same_weights, model_config
+    from nemo_aligner.generation.batch import padded
     from nemo_aligner.launch.model_loading import load_reward_model
     from nemo_aligner.launch.processes import launch_processes
     from nemo_aligner.parallel import parallel_state
@@ -99,7 +98,13 @@ def model_rewards(
     samples = [
         tokens_of(response, model.tokenizer) for responses in sides for response in responses
     ]
-    _check_lengths(samples, model.cfg.encoder_seq_length)
+    limit = model.cfg.encoder_seq_length
+    if unfit := [len(ids) for ids in samples if not 1 <= len(ids) <= limit]:
+        raise UserError(
+            f"{len(unfit)} of {len(samples)} samples do not fit the reward model, which reads 1 "
+            f"to {limit} tokens; the first has {unfit[0]}. Shorten the prompts or the responses "
+            "(length_params.max_length), or use a reward model that reads more."
+        )
     order = sorted(range(len(samples)), key=lambda number: len(samples[number]))
     size = (
         BATCHES_AT_ONCE
@@ -109,7 +114,10 @@ def model_rewards(
     rewards = np.zeros(len(samples))
     for start in range(0, len(order), size):
         part = order[start : start + size]
-        outputs = scorer.run(_padded([samples[number] for number in part], model.tokenizer.eos_id))
+        rows = [samples[number] for number in part]
+        tokens = padded(rows, torch.device("cpu"), model.tokenizer.eos_id).numpy()
+        lengths = np.array([[len(ids)] for ids in rows], dtype=np.int64)
+        outputs = scorer.run({"tokens": tokens, "sequence_lengths": lengths})
         if outputs:
             rewards[part] = outputs["rewards"].reshape(-1)
     bad = np.flatnonzero(~np.isfinite(rewards))
@@ -132,22 +140,3 @@ def tokens_of(response: Response, tokenizer: Any) -> list[int]:
     with_bos = begins_with_bos(tokenizer, None)
     ids = text_tokens(tokenizer, response.prompt + response.response, with_bos)
     return ids if response.is_end is False else [*ids, tokenizer.eos_id]
-
-
-def _check_lengths(samples: Sequence[list[int]], limit: int) -> None:
-    long = [number for number, ids in enumerate(samples) if not 1 <= len(ids) <= limit]
-    if long:
-        raise UserError(
-            f"{len(long)} of {len(samples)} samples do not fit the reward model, which reads 1 to "
-            f"{limit} tokens; the first has {len(samples[long[0]])}. Shorten the prompts or the "
-            "responses (length_params.max_length), or use a reward model that reads more."
-        )
-
-
-def _padded(samples: Sequence[list[int]], pad_id: int) -> dict[str, np.ndarray]:
-    """A request for `Scorer`."""
-    from nemo_aligner.generation.batch import padded
-
-    lengths = np.array([len(ids) for ids in samples], dtype=np.int64)
-    tokens = padded(samples, torch.device("cpu"), pad_id).numpy()
-    return {"tokens": tokens, "sequence_lengths": lengths[:, None]}

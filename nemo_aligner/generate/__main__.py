@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command line: `nemo-aligner generate MODEL ...`."""
 
-import sys
-
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.generate.responses import check_writable, read_prompts, write_responses
 from nemo_aligner.generate.settings import RESTORE_KEY, CommandParser, compose_settings
@@ -52,7 +50,7 @@ def parser() -> CommandParser:
 
 @user_errors_end_the_job
 def main(argv: list[str] | None = None) -> None:
-    args, models, settings = parser().split(sys.argv[1:] if argv is None else argv)
+    args, models, settings = parser().split(argv)
     if len(models) > 1:
         raise UserError(f"one model is needed, not {len(models)}: {', '.join(models)}.")
     if (args.prompts is None) != (args.out is None):

@@ -77,9 +77,8 @@ def tokenize(policy: Policy, prompts: Sequence[Record], source: str) -> list[lis
             tokens.append(policy.encoder.prompt(prompt))
         except UserError as error:
             raise UserError(f"{source}, prompt {number}: {error}") from None
-    empty = [number for number, ids in enumerate(tokens, start=1) if not ids]
-    if empty:
-        raise UserError(f"{source}: prompt {empty[0]} has no tokens; remove it.")
+        if not tokens[-1]:
+            raise UserError(f"{source}: prompt {number} has no tokens; remove it.")
     room = policy.generator.max_sequence_length
     long = [number for number, ids in enumerate(tokens, start=1) if len(ids) >= room]
     if long:

@@ -149,10 +149,6 @@ def quiet_logs() -> None:
         python_logging.getLogger(name).setLevel(python_logging.WARNING)
 
 
-def free(policy: Policy) -> None:
-    policy.generator.model.clear()
-
-
 @dataclass(frozen=True)
 class ChatForm:
     """Whether a text is a user's message in the form of conversations (`chat_form`)."""

@@ -92,22 +92,26 @@ def read_responses(path: str | Path) -> list[Response]:
 
 def write_responses(path: str | Path, responses: Iterable[Response]) -> None:
     """Write a file of responses, whole or not at all; `UserError`: it cannot be written."""
+    write_records(path, (response.line for response in responses))
+
+
+def write_records(path: str | Path, records: "Iterable[Record]") -> int:
+    """Write a jsonl file, which takes the place of `path` when it is complete; its length."""
+    count = 0
     with replaced(path) as file:
-        for response in responses:
-            file.write(json.dumps(response.line, ensure_ascii=False, default=str) + "\n")
+        for record in records:
+            file.write(json.dumps(record, ensure_ascii=False, default=str) + "\n")
+            count += 1
+    return count
 
 
 def check_writable(path: str | Path) -> None:
     """Raise `UserError` if a file cannot be written at `path`; nothing is created."""
     path = Path(path).absolute()
-    folder = path.parent
-    while not folder.exists():
-        folder = folder.parent
-    why = None
-    if path.is_dir():
-        why = "it is a folder"
-    elif not folder.is_dir() or not os.access(folder, os.W_OK):
-        why = f"{folder} is no folder that can be written to"
+    folder = next(folder for folder in path.parents if folder.exists())
+    why = "it is a folder" if path.is_dir() else None
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        why = why or f"{folder} is no folder that can be written to"
     if why is not None:
         raise UserError(f"{path} cannot be written: {why}; give another place.")
 

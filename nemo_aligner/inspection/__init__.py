@@ -6,7 +6,6 @@ dataset of the job and looks for what is dropped, cut, empty or there twice; `sh
 
 import os
 import sys
-from pathlib import Path
 
 from nemo_aligner.config.jobs import JOBS as CONFIGURATIONS
 from nemo_aligner.core.errors import UserError
@@ -57,7 +56,7 @@ def parser() -> CommandParser:
 
 @user_errors_end_the_job
 def main(argv: list[str] | None = None) -> None:
-    args, words, settings = parser().split(sys.argv[1:] if argv is None else argv)
+    args, words, settings = parser().split(argv)
     if words[:1] != ["inspect"] or len(words) < 2:
         raise UserError("the command is: nemo-aligner inspect FILE ... --model MODEL")
     if args.model is None:
@@ -68,7 +67,7 @@ def main(argv: list[str] | None = None) -> None:
     from nemo_aligner.data.nlp.records import first_record
     from nemo_aligner.generate.policy import quiet_logs
     from nemo_aligner.inspection.findings import look, open_job, read_samples
-    from nemo_aligner.inspection.show import in_brackets, in_colour, page, show
+    from nemo_aligner.inspection.show import in_brackets, in_colour, in_html, show
 
     quiet_logs()
     try:
@@ -77,15 +76,16 @@ def main(argv: list[str] | None = None) -> None:
         for name, value in first_record(words[1]).items():
             print(f"first record, {name}: {repr(value):.80}")
         raise
-    findings = look(job, args.limit)
-    samples = read_samples(job, args.samples)
+    found = (read_samples(job, args.samples), *look(job, args.limit))
     colored = args.color == "always" or (
         args.color == "auto" and sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     )
-    print(show(job, samples, findings, in_colour if colored else in_brackets))
+    print(show(job, *found, in_colour if colored else in_brackets))
     if args.html is not None:
         from nemo_aligner.generate.responses import replaced
+        from nemo_aligner.report.elements import document
 
-        with replaced(Path(args.html)) as file:
-            file.write(page(job, samples, findings))
+        text = f'<pre class="tokens">{show(job, *found, in_html)}</pre>'
+        with replaced(args.html) as file:
+            file.write(document("Data as the model sees them", text))
         print(f"\npage: {args.html}")

@@ -5,8 +5,9 @@ should know of it, such as lengths, what is dropped or cut and why, and duplicat
 """
 
 import itertools
+import operator
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -183,15 +184,15 @@ def pieces(tokenizer: Tokenizer, part: Part) -> Iterator[Piece]:
         (marked, token in special) for token, marked in zip(part.tokens, part.marked, strict=True)
     ]
     start, before = 0, ""
-    for end in range(1, len(part.tokens) + 1):
-        if end < len(part.tokens) and kinds[end] == kinds[start]:
-            continue
+    for kind, run in itertools.groupby(kinds):
+        end = start + len(list(run))
         # What the piece adds to the text before it: alone, some tokenizers drop its first space.
         text = decode_with_special_tokens(tokenizer, part.tokens[:end])
-        own = text[len(before) :] if text.startswith(before) else None
-        if own is None:
+        if text.startswith(before):
+            own = text[len(before) :]
+        else:
             own = decode_with_special_tokens(tokenizer, part.tokens[start:end])
-        yield Piece(own, *kinds[start])
+        yield Piece(own, *kind)
         start, before = end, text
 
 
@@ -204,81 +205,67 @@ def visible(text: str) -> str:
 BINS = 12
 
 
-@dataclass
-class Finding:
-    text: str  # what it is, and what happens to it
-    places: list[str] = field(default_factory=list)  # where, for the reader
+# What it is and what happens to it, and where, for the reader.
+Finding = tuple[str, list[str]]
 
 
-@dataclass(frozen=True)
-class Findings:
-    documents: int  # in the files
-    served: int  # that the job gets
-    lengths: np.ndarray  # int64, tokens of the longest part of each sample looked at
-    limit: str  # the length that the job allows, in words
-    bad: list[Finding]  # not used as it stands: dropped, cut, empty, twice
-
-
-def look(job: InspectedJob, limit: int) -> Findings:
-    """Read the dataset of a job, up to `limit` samples; 0: all."""
+def look(job: InspectedJob, limit: int) -> tuple[np.ndarray, list[Finding]]:
+    """Read the dataset of a job, up to `limit` samples; 0: all. Returns int64 `[samples]`, the
+    tokens of the longest part of each, and what is dropped, cut, empty or there twice.
+    """
     dataset = job.dataset
-    documents = len(dataset.lines) // dataset.lines_per_document
     notes = dataset.lines.notes.reshape(-1, dataset.lines_per_document).max(axis=1)
-    bad = []
+    found: list[Finding] = []
     for text, chosen, tokens in dataset.by_length(notes):
         places = [
             place(dataset, int(number)) + f" ({notes[number]} tokens)" * tokens
             for number in np.flatnonzero(chosen)
         ]
-        bad += [Finding(text, places)] if places else []
+        found.append((text, places))
     usable = dataset.in_use()
     usable = usable[:limit] if limit else usable
     lengths, first_places = [], dict[int, str]()
-    empty = Finding("with an empty response")
-    twice = Finding("there more than once" + dataset.alike)
-    marks = Finding("with a special token in what somebody wrote; the model cannot tell it apart")
-    is_empty, contents = _empty_response(job), _written(job)
+    empty: list[str] = []
+    twice: list[str] = []
+    marked: list[str] = []
+    is_empty, holds_special = _empty_response(job), _written(job)
     for index in usable:
         sample = read_sample(job, int(index))
         lengths.append(max(len(part.tokens) for part in sample.parts))
         key = tuple(tuple(part.tokens) for part in sample.parts)
         first = first_places.setdefault(hash(key), sample.place)
         if first != sample.place:
-            twice.places.append(f"{sample.place} (as {first})")
+            twice.append(f"{sample.place} (as {first})")
         if is_empty(sample):
-            empty.places.append(sample.place)
-        if contents(sample):
-            marks.places.append(sample.place)
-    bad += [finding for finding in (empty, twice, marks, *_records(dataset)) if finding.places]
-    return Findings(
-        documents=documents,
-        served=len(dataset),
-        lengths=np.array(lengths, dtype=np.int64),
-        limit=dataset.limit(),
-        bad=bad,
-    )
+            empty.append(sample.place)
+        if holds_special(sample):
+            marked.append(sample.place)
+    found += [
+        ("with an empty response", empty),
+        (f"there more than once{dataset.alike}", twice),
+        ("with a special token in what somebody wrote; the model cannot tell it apart", marked),
+        *_records(dataset),
+    ]
+    return np.array(lengths, dtype=np.int64), [(text, places) for text, places in found if places]
 
 
 def histogram(lengths: np.ndarray) -> list[tuple[int, int, int]]:
     """(first length, last length, count) of each bin; bins are equally wide."""
     low, high = int(lengths.min()), int(lengths.max())
     width = max(1, -(-(high - low + 1) // BINS))
+    counts = np.bincount((lengths - low) // width)
     starts = range(low, high + 1, width)
-    return [
-        (start, start + width - 1, int(((lengths >= start) & (lengths < start + width)).sum()))
-        for start in starts
-    ]
+    return [(n, n + width - 1, int(count)) for n, count in zip(starts, counts, strict=True)]
 
 
 def _records(dataset: Any) -> list[Finding]:
     """What the dataset found in the records beside their lengths."""
-    found = [Finding(f"with {dataset.others_are}", dataset.unread_columns())]
+    text, numbers = "with an empty prompt", np.flatnonzero(dataset.lines.extra)
     if hasattr(dataset, "unlike"):
-        places = [place(dataset, int(number)) for number in dataset.unlike]
-        what = "pairs of texts that share no beginning of their own, so no prompt"
-        return [*found, Finding(what, places)]
-    empty = [place(dataset, int(number)) for number in np.flatnonzero(dataset.lines.extra)]
-    return [*found, Finding("with an empty prompt", empty)]
+        text = "pairs of texts that share no beginning of their own, so no prompt"
+        numbers = dataset.unlike
+    places = [place(dataset, int(number)) for number in numbers]
+    return [(f"with {dataset.others_are}", dataset.unread_columns()), (text, places)]
 
 
 def _empty_response(job: InspectedJob) -> Callable[[Sample], bool]:
@@ -296,39 +283,38 @@ def _empty_response(job: InspectedJob) -> Callable[[Sample], bool]:
             text = text.replace(end, "")
         return not text.strip()
 
-    def trained_is_blank(part: Part) -> bool:
-        """For the turns one by one: one of them may be empty."""
-        runs = itertools.groupby(zip(part.tokens, part.marked, strict=True), lambda each: each[1])
-        return any(blank([token for token, _marked in turn]) for marked, turn in runs if marked)
-
-    def pair_is_blank(sample: Sample) -> bool:
-        record = dataset.as_pair(dataset.lines[sample.document])
-        last = [v if isinstance(v, str) else v[-1] for v in (record["chosen"], record["rejected"])]
-        texts = [v if isinstance(v, str) else v.get("content", v.get("value")) for v in last]
-        return not all(str(text).strip() for text in texts)
-
     def is_empty(sample: Sample) -> bool:
         if any(part.scored for part in sample.parts):  # no response is told from its prompt
-            return hasattr(dataset, "as_pair") and dataset.pair_in_line and pair_is_blank(sample)
-        return any(trained_is_blank(part) for part in sample.parts if part.name != "prompt")
+            if not (hasattr(dataset, "as_pair") and dataset.pair_in_line):
+                return False
+            pair = dataset.as_pair(dataset.lines[sample.document])
+            last = [v if isinstance(v, str) else v[-1] for v in (pair["chosen"], pair["rejected"])]
+            texts = [v if isinstance(v, str) else v.get("content", v.get("value")) for v in last]
+            return not all(str(text).strip() for text in texts)
+        return any(  # for the turns one by one: one of them may be empty
+            marked and blank([token for token, _marked in turn])
+            for part in sample.parts
+            if part.name != "prompt"
+            for marked, turn in itertools.groupby(
+                zip(part.tokens, part.marked, strict=True), operator.itemgetter(1)
+            )
+        )
 
     return is_empty
 
 
 def _written(job: InspectedJob) -> Callable[[Sample], bool]:
     """Whether the messages of a sample's conversation hold a special token."""
-    dataset = job.dataset
+    dataset, lines = job.dataset, job.dataset.lines_per_document
     inner: Any = getattr(job.tokenizer, "tokenizer", None)
     if not hasattr(inner, "get_added_vocab"):
         return lambda sample: False
     control = {*inner.all_special_tokens, *inner.get_added_vocab()}
 
     def holds_special(sample: Sample) -> bool:
-        lines = dataset.lines_per_document
-        records = [dataset.lines[sample.document * lines + number] for number in range(lines)]
         return any(
             token in message["content"]
-            for record in records
+            for record in (dataset.lines[sample.document * lines + n] for n in range(lines))
             if dataset.form_of(record) is not None
             for message in dataset.messages(record)
             for token in control

@@ -13,7 +13,6 @@ from nemo_aligner.core.tokenizer import decode_with_special_tokens
 from nemo_aligner.data.nlp.sft import SFTDataset
 from nemo_aligner.inspection.findings import (
     Finding,
-    Findings,
     InspectedJob,
     Piece,
     Sample,
@@ -21,7 +20,6 @@ from nemo_aligner.inspection.findings import (
     pieces,
     visible,
 )
-from nemo_aligner.report.elements import document
 
 MARKED, SPECIAL, PLAIN = "\033[32m", "\033[7m", "\033[0m"
 BAR = 40  # characters of the longest bar
@@ -32,13 +30,13 @@ Write = Callable[[Piece], str]  # a piece of a sample as text
 def show(
     job: InspectedJob,
     samples: Sequence[Sample],
-    findings: Findings,
+    lengths: np.ndarray,
+    findings: Sequence[Finding],
     write: Write,
-    places: int = EXAMPLES,
 ) -> str:
-    """The whole text; a finding names so many `places`. With `write=in_html` it is HTML."""
+    """The whole text, with what `look` has found. With `write=in_html` it is HTML."""
     plain: Callable[[str], str] = escape if write is in_html else str
-    blocks = [plain(summary(job, findings))]
+    blocks = [plain(summary(job, len(lengths)))]
     shown = [part for sample in samples for part in sample.parts]
     if any(part.name != "prompt" for part in shown):  # prompts have no marked tokens
         blocks.append(f"{shown[0].legend}: {write(Piece('so', marked=True))}")
@@ -54,16 +52,12 @@ def show(
             )
             lines += [plain(f"{part.name} ({len(part.tokens)} tokens{marked})"), text]
         blocks.append("\n".join(lines))
-    if len(findings.lengths):
-        blocks.append("\n".join([plain(length_text(findings)), *_bars(findings)]))
-    found = [plain(finding_text(finding, places)) for finding in findings.bad]
+    if len(lengths):
+        blocks.append("\n".join([plain(length_text(job, lengths)), *_bars(lengths)]))
+    most = MOST_PLACES if write is in_html else EXAMPLES
+    found = [plain(finding_text(*finding, most)) for finding in findings]
     blocks.append("\n".join(found) or "Nothing to report.")
     return "\n\n".join(blocks)
-
-
-def page(job: InspectedJob, samples: Sequence[Sample], findings: Findings) -> str:
-    text = show(job, samples, findings, in_html, MOST_PLACES)
-    return document("Data as the model sees them", f'<pre class="tokens">{text}</pre>')
 
 
 def in_colour(piece: Piece) -> str:
@@ -84,15 +78,16 @@ def in_html(piece: Piece) -> str:
     return f'<span class="{classes}">{text}</span>' if classes else text
 
 
-def summary(job: InspectedJob, findings: Findings) -> str:
+def summary(job: InspectedJob, count: int) -> str:
     """What was read, how texts begin, and the form of conversations that nobody asked for."""
-    count = len(findings.lengths)
-    seen = "" if count >= findings.served else f" (the first {count} are looked at)"
+    dataset = job.dataset
+    documents = len(dataset.lines) // dataset.lines_per_document
+    seen = "" if count >= len(dataset) else f" (the first {count} are looked at)"
     text = (
         f"{job.name} reads {', '.join(job.files)} with the tokenizer of {job.model}: "
-        f"{findings.documents} samples, of which it uses {findings.served}{seen}.{_beginning(job)}"
+        f"{documents} samples, of which it uses {len(dataset)}{seen}.{_beginning(job)}"
     )
-    form = job.dataset.form_of(job.dataset.lines[0])
+    form = dataset.form_of(dataset.lines[0])
     return f"{text} C{form.default[1:]}." if form is not None and form.default else text
 
 
@@ -117,27 +112,25 @@ def _beginning(job: InspectedJob) -> str:
     return f" Texts begin with the bos token {text!r}, {reason}."
 
 
-def finding_text(finding: Finding, most_places: int) -> str:
+def finding_text(text: str, places: Sequence[str], most: int) -> str:
     """A finding with its first places."""
-    places = finding.places[:most_places]
-    more = len(finding.places) - len(places)
-    rest = f"\n    and {more} more" if more else ""
-    listed = "".join(f"\n    {place}" for place in places)
-    return f"{len(finding.places)} {finding.text}:{listed}{rest}"
+    more = len(places) - most
+    lines = [*places[:most], *([f"and {more} more"] if more > 0 else [])]
+    return f"{len(places)} {text}:" + "".join(f"\n    {line}" for line in lines)
 
 
-def length_text(findings: Findings) -> str:
+def length_text(job: InspectedJob, lengths: np.ndarray) -> str:
     """Quantiles of the lengths, and the limit."""
-    low, middle, high, top = np.quantile(findings.lengths, [0, 0.5, 0.95, 1], method="higher")
+    low, middle, high, top = np.quantile(lengths, [0, 0.5, 0.95, 1], method="higher")
     return (
         f"lengths in tokens: shortest {low:g}, median {middle:g}, 95% up to {high:g}, longest "
-        f"{top:g}; {findings.limit}"
+        f"{top:g}; {job.dataset.limit()}"
     )
 
 
-def _bars(findings: Findings) -> list[str]:
+def _bars(lengths: np.ndarray) -> list[str]:
     """How many samples there are of each length."""
-    bins = histogram(findings.lengths)
+    bins = histogram(lengths)
     most = max(count for _, _, count in bins)
     width = len(str(bins[-1][1]))
     return [

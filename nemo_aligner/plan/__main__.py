@@ -3,14 +3,13 @@
 """The command line: `nemo-aligner plan MODEL --gpus N --memory 80GB`."""
 
 import argparse
+import functools
 import json
 import re
 import shlex
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from textwrap import indent
-from types import SimpleNamespace
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -40,7 +39,6 @@ from nemo_aligner.plan.splits import (
     Candidate,
     JobInput,
     Machine,
-    Plan,
     Planned,
     make_plan,
     split_keys,
@@ -115,22 +113,21 @@ def overrides_of(job: Planned, machine: Machine) -> list[str]:
 def number_of_weights(item: JobInput) -> tuple[int, int]:
     """Of the model of a job: all, and those that are trained if the job trains."""
     model = item.cfg["model"]
-    alone = SimpleNamespace(**{**model, "tensor_model_parallel_size": 1})
-    rows = count_vocab_rows(alone, item.vocab_size)
+    rows = count_vocab_rows({**model, "tensor_model_parallel_size": 1}, item.vocab_size)
     weights = count_weights(read_architecture(model, rows, head_outputs(item.job, model)))
     return weights.total, weights.trained.total
 
 
-def plan_text(plan: Plan, machine: Machine, show_all: bool = False) -> str:
+def plan_text(plan: list[Planned], machine: Machine, shared: bool, show_all: bool) -> str:
     """The whole plan; `show_all`: all candidates, not the best alone."""
     parts = [
-        f"{gib(machine.memory)} GiB per GPU, of which {gib(plan.limit)} GiB are planned with "
+        f"{gib(machine.memory)} GiB per GPU, of which {gib(machine.usable)} GiB are planned with "
         "(--reserve)."
     ]
-    if plan.shared:
-        together = gib(sum(job.chosen.memory.peak for job in plan.jobs))
-        parts.append(f"{len(plan.jobs)} jobs share one GPU: {together} GiB together.")
-    for job in plan.jobs:
+    if shared:
+        together = gib(sum(job.chosen.memory.peak for job in plan))
+        parts.append(f"{len(plan)} jobs share one GPU: {together} GiB together.")
+    for job in plan:
         c, script = job.chosen, job.item.job.script
         weights, trained = number_of_weights(job.item)
         adapters = f", of which {trained / 1e6:.3f} million are trained" * (trained < weights)
@@ -160,10 +157,10 @@ def plan_text(plan: Plan, machine: Machine, show_all: bool = False) -> str:
     return "\n".join(parts)
 
 
-def plan_values(plan: Plan, machine: Machine) -> dict[str, Any]:
+def plan_values(plan: list[Planned], machine: Machine, shared: bool) -> dict[str, Any]:
     """The whole plan as plain values; sizes in bytes."""
     jobs = []
-    for job in plan.jobs:
+    for job in plan:
         weights, trained = number_of_weights(job.item)
         jobs.append(
             {
@@ -176,38 +173,30 @@ def plan_values(plan: Plan, machine: Machine) -> dict[str, Any]:
                 "candidates": [candidate_values(each, job.limit) for each in job.candidates],
             }
         )
-    return {"memory": machine.memory, "limit": plan.limit, "shared": plan.shared, "jobs": jobs}
+    return {"memory": machine.memory, "limit": machine.usable, "shared": shared, "jobs": jobs}
 
 
 def candidate_values(c: Candidate, limit: float) -> dict[str, Any]:
+    of_memory = ("peak", "tightest", "stage", "phases", "host")
     return {
         "gpus": c.split.ranks,
         **{name: getattr(c.split, name) for name in ("tp", "pp", "cp", "ep", "dp")},
         "recompute": c.workload.recompute,
-        "changes": c.changes,
-        "peak": c.memory.peak,
-        "tightest": c.memory.tightest,
+        **{name: getattr(c, name) for name in ("changes", "cost", "total", "host_per_node")},
+        **{name: getattr(c.memory, name) for name in of_memory},
         "fits": c.memory.peak <= limit,
-        "cost": c.cost,
-        "stage": c.memory.stage,
-        "phases": c.memory.phases,
-        "host": c.memory.host,
-        "total": c.total,
-        "host_per_node": c.host_per_node,
     }
 
 
-UNITS = {"": 2**30, "g": 2**30, "gb": 2**30, "gib": 2**30, "m": 2**20, "mb": 2**20, "mib": 2**20}
 RESERVE_PERCENT = 10.0
 
 
 def read_memory(text: str) -> float:
     """Bytes that a text such as `80GB` means; `UserError` if it means no size."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
-    unit = UNITS.get(match.group(2).lower()) if match else None
-    if match is None or unit is None or float(match.group(1)) <= 0:
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(|[gm](?:i?b)?)\s*", text, re.IGNORECASE)
+    if match is None or float(match[1]) <= 0:
         raise UserError(f"--memory={text} is no size of memory; give one such as 80GB or 24GiB.")
-    return float(match.group(1)) * unit
+    return float(match[1]) * (2**20 if match[2][:1].lower() == "m" else GIB)
 
 
 def read_model(path: Path) -> tuple[dict[str, Any], int]:
@@ -286,7 +275,7 @@ def parser() -> argparse.ArgumentParser:
 
 def read_inputs(args: argparse.Namespace) -> list[JobInput]:
     """The jobs to be planned; `UserError`: a model or an override cannot be read."""
-    models: dict[Path, tuple[Mapping[str, Any], int]] = {}
+    read = functools.cache(read_model)
     inputs: list[JobInput] = []
     jobs = chosen_jobs(args.job, args.overrides)
     if len(jobs) == 1 and (args.critic or args.critic_model):
@@ -302,9 +291,7 @@ def read_inputs(args: argparse.Namespace) -> list[JobInput]:
             )
     for number, job in enumerate(jobs):
         path = args.critic_model if number and args.critic_model else args.model
-        if path not in models:
-            models[path] = read_model(path)
-        model, vocab_size = models[path]
+        model, vocab_size = read(path)
         if inputs:  # a server reads the samples that the actor sends
             width = inputs[0].cfg["model"]["encoder_seq_length"]
             longest = model.get("encoder_seq_length") or width
@@ -323,14 +310,13 @@ def chosen_jobs(kind: str, overrides: list[str]) -> tuple[Job, ...]:
     override that none of the jobs knows.
     """
     jobs = JOBS[kind]
-    given = read_overrides(overrides)
-    name = OmegaConf.select(given, "trainer.ppo.advantage_estimator")
-    estimator = ADVANTAGE_ESTIMATORS.get(str(name))
+    given = Values(plain_dict(read_overrides(overrides)))
+    estimator = ADVANTAGE_ESTIMATORS.get(str(given.get("trainer.ppo.advantage_estimator")))
     if kind == "ppo" and estimator is not None and not estimator.needs_critic:
         jobs = (ACTOR, REWARD_SERVER)
-    if kind == "ppo" and OmegaConf.select(given, "trainer.ppo.teacher_kl_coef"):
+    if kind == "ppo" and given.get("trainer.ppo.teacher_kl_coef"):
         jobs = (*jobs, TEACHER)
-    if kind == "distill" and Values(plain_dict(given)).get(ON_POLICY) is None:
+    if kind == "distill" and given.get(ON_POLICY) is None:
         jobs = (STUDENT,)
     for text in overrides:
         if not any(knows(job, text) for job in jobs):
@@ -359,10 +345,11 @@ def main(argv: list[str] | None = None) -> int:
         memory = read_memory(args.memory)
         machine = Machine(memory, memory * (1 - args.reserve / 100), args.gpus_per_node)
         plan = make_plan(read_inputs(args), args.gpus, machine)
+        shared = len(plan) > 1 and args.gpus == 1
         if args.json:
-            print(json.dumps(plan_values(plan, machine), indent=2))
+            print(json.dumps(plan_values(plan, machine, shared), indent=2))
         else:
-            print(plan_text(plan, machine, args.all))
+            print(plan_text(plan, machine, shared, args.all))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -44,16 +44,8 @@ class Job:
     needs: tuple[str, ...] = ()  # overrides without which the script refuses to start
 
     @property
-    def section(self) -> str:
-        return f"model.{self.config.algo}"
-
-    @property
     def trains(self) -> bool:
         return self.config.algo is not None
-
-    @property
-    def head(self) -> bool:
-        return "model.regression.num_attributes" in self.config.keys
 
     @property
     def rollout_keys(self) -> tuple[str, ...]:
@@ -67,43 +59,36 @@ class Job:
         return 2 if self.config.records == "pair" else 1
 
 
-def _job(config_name: str, name: str = "", script: str = "", **more: Any) -> Job:
+def _job(
+    config_name: str,
+    name: str = "",
+    script: str = "",
+    forward_key: str = "",
+    needs: tuple[str, ...] = (),
+) -> Job:
     """The job of a configuration; one that trains has its `forward_key` in its own section."""
     config = CONFIGURATIONS[config_name]
-    own = [
-        f"model.{config.algo}.{key}"
-        for key in ("forward_micro_batch_size", "log_prob_forward_micro_batch_size")
-    ]
-    more = {"forward_key": next((key for key in own if key in config.keys), "")} | more
+    for key in ("forward_micro_batch_size", "log_prob_forward_micro_batch_size"):
+        if f"model.{config.algo}.{key}" in config.keys:
+            forward_key = forward_key or f"model.{config.algo}.{key}"
     script = f"examples/nlp/gpt/{script or f'train_{config_name}'}.py"
-    return Job(name or str(config.algo).upper(), config, script, **more)
+    return Job(name or str(config.algo).upper(), config, script, forward_key, needs)
 
 
-SERVERS = {  # by the section of a job that has the address
-    "remote_critic_rm": _job(
-        "gpt_ppo_critic",
-        "critic",
-        "serve_ppo_critic",
-        forward_key="model.forward_micro_batch_size",
-    ),
-    "remote_rm": _job(
-        "inference_rm",
-        "reward server",
-        "serve_reward_model",
-        forward_key="model.forward_micro_batch_size",
-    ),
-    "remote_teacher": _job(
-        "inference_teacher", "teacher", "serve_teacher", forward_key="model.micro_batch_size"
-    ),
-}
-CRITIC, REWARD_SERVER, TEACHER = SERVERS.values()
+CRITIC = _job("gpt_ppo_critic", "critic", "serve_ppo_critic", "model.forward_micro_batch_size")
+REWARD_SERVER = _job(
+    "inference_rm", "reward server", "serve_reward_model", "model.forward_micro_batch_size"
+)
+TEACHER = _job("inference_teacher", "teacher", "serve_teacher", "model.micro_batch_size")
+# By the section of a job that has the address.
+SERVERS = {"remote_critic_rm": CRITIC, "remote_rm": REWARD_SERVER, "remote_teacher": TEACHER}
 STUDENT = _job("gpt_knowledge_distillation", "student")
 STEERLM2 = _job(
     "gpt_sft",
     "SteerLM 2",
     "train_steerlm2",
-    forward_key="model.steerlm2.forward_micro_batch_size",
-    needs=("model.data.chat=True",),
+    "model.steerlm2.forward_micro_batch_size",
+    ("model.data.chat=True",),
 )
 
 
@@ -145,13 +130,10 @@ def job_config(
     the job does not have or that needs a value, or a reference that leads nowhere.
     """
     given = overrides.copy()
-    OmegaConf.update(given, job.config.restore_key, path, force_add=True)
+    for key, value in {job.config.restore_key: path, **UNRELATED}.items():
+        if key in job.config.keys:
+            OmegaConf.update(given, key, value, merge=False, force_add=True)
     cfg = complete_config(given, job.config.name)
-    for key, value in UNRELATED.items():
-        section, _, name = key.rpartition(".")
-        parent = OmegaConf.select(cfg, section)
-        if isinstance(parent, DictConfig) and name in parent.keys():  # `in parent` misses "???"
-            parent[name] = value
     check_keys(plain_dict(cfg), job.config.name)
     for known in job.config.keys.values():
         known.check_null(Values(plain_dict(cfg)))
@@ -169,7 +151,7 @@ def job_config(
 
 
 def head_outputs(job: Job, model: Mapping[str, Any]) -> int:
-    if not job.head:
+    if "model.regression.num_attributes" not in job.config.keys:
         return 0
     return int((model.get("regression") or {}).get("num_attributes") or 1)
 
@@ -225,7 +207,7 @@ def read_workload(job: Job, cfg: Mapping[str, Any], split: Split) -> Workload:
             merges=merges,
             graphs=whole,
         )
-    section, loop = job.section, f"trainer.{job.config.algo}"
+    section, loop = f"model.{job.config.algo}", f"trainer.{job.config.algo}"
     if v.get(f"{section}.ref_policy_kl_penalty") is not None:  # preferences
         reference = v.get(f"{section}.ref_log_probs_dir") is None
     else:

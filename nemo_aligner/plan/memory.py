@@ -131,13 +131,11 @@ def norm_bytes(a: Architecture, on_gpu: bool) -> float:
     return (FP32 if a.lora else 2 * FP32) + a.number_bytes
 
 
-def attention_bytes(
-    a: Architecture, split: Split, tokens: float, samples: int, w: Workload
-) -> float:
+def attention_bytes(a: Architecture, split: Split, samples: int, w: Workload) -> float:
     """What the attention of a layer keeps, beside the input of its first matrix."""
     e, queries, keys = a.number_bytes, a.queries / split.tp, a.keys / split.tp
-    positions = tokens / samples
-    width = positions * split.cp
+    positions = w.width / split.cp
+    tokens = samples * positions
     total = e * tokens * (2 * queries + 2 * keys)
     if a.rotary:
         total += e * tokens * (queries + keys) + 4 * e * positions * a.head_size
@@ -148,16 +146,16 @@ def attention_bytes(
     heads = a.heads / split.tp
     total += FP32 * tokens * heads
     if a.capped_scores:  # of each head: the tanh, the weights, and those in the model's dtype
-        total += (2 * FP32 + e * (e != FP32)) * tokens * heads * width
+        total += (2 * FP32 + e * (e != FP32)) * tokens * heads * w.width
     if w.on_gpu:
         return total
     if split.cp > 1:  # keys and values of the whole sequence take the place of the rank's own
         own = 2 * keys + (queries + keys if a.rotary else 0)
         total += e * tokens * (2 * keys * split.cp - own + (queries if a.rotary else 0))
     if a.dropout:
-        total += 3 * FP32 * heads * tokens * width
+        total += 3 * FP32 * heads * tokens * w.width
     elif a.window or split.cp > 1:
-        total += e * positions * width  # the mask
+        total += e * positions * w.width  # the mask
     return total
 
 
@@ -204,7 +202,7 @@ def layer_bytes(a: Architecture, split: Split, samples: int, w: Workload) -> flo
     tokens = samples * w.width / split.cp
     residual = tokens / (split.tp if split.sequence_parallel else 1)
     total = a.norms * norm_bytes(a, w.on_gpu) * residual * a.hidden
-    total += attention_bytes(a, split, tokens, samples, w)
+    total += attention_bytes(a, split, samples, w)
     total += feed_forward_bytes(a, split, tokens, w.on_gpu)
     total += adapter_bytes(a, split, tokens, residual)
     if a.dropout:
@@ -315,9 +313,8 @@ def update_parts(a: Architecture, split: Split, stage: int, w: Workload) -> Part
     temporary = max(layer_temporary(kind, split, tokens) for kind, _ in kinds)
     moments = [{ACTIVATIONS: flights * kept + again, TEMPORARY: temporary}]
     if stage == split.pp - 1:
-        for moment in output_bytes(a, split, w.samples, w):
-            kept_at_end = flights * kept + moment[ACTIVATIONS]
-            moments.append({**moment, ACTIVATIONS: kept_at_end})
+        ends = output_bytes(a, split, w.samples, w)
+        moments += [end | {ACTIVATIONS: flights * kept + end[ACTIVATIONS]} for end in ends]
     if stage == 0 and a.lora is None:  # at the end the gradient of the embedding table
         table = a.vocab_rows / split.tp * a.hidden * a.number_bytes
         moments.append({ACTIVATIONS: (flights - 1) * kept, TEMPORARY: table})
@@ -328,6 +325,7 @@ def update_parts(a: Architecture, split: Split, stage: int, w: Workload) -> Part
 
 
 def forward_bytes(a: Architecture, split: Split, tokens: float, on_gpu: bool) -> float:
+    """What a layer needs at once in a pass without gradient."""
     e, kept = a.number_bytes, 5 if a.gated else 2
     if not a.experts:
         kept = gate_numbers(a, on_gpu, training=False)
@@ -341,25 +339,16 @@ def forward_bytes(a: Architecture, split: Split, tokens: float, on_gpu: bool) ->
     return e * (wide + 4 * tokens * a.hidden + moved)
 
 
-def forward_parts(
-    a: Architecture, split: Split, stage: int, tokens: float, on_gpu: bool
-) -> list[Parts]:
-    """What the layers of a stage need at once in a pass without gradient, and what a head does."""
-    kinds = a.kinds_of(stage, split.pp)
-    moments: list[Parts] = [
-        {ACTIVATIONS: max(forward_bytes(kind, split, tokens, on_gpu) for kind, _ in kinds)}
-    ]
-    if stage == split.pp - 1 and a.head_outputs:
-        moments.append({ACTIVATIONS: (2 * a.number_bytes + a.head_bytes) * tokens * a.hidden})
-    return moments
-
-
 def scoring_parts(a: Architecture, split: Split, stage: int, w: Workload) -> Parts:
     """For log-probs, values or rewards."""
     samples = w.forward_samples
     tokens = samples * w.width / split.cp
-    moments = forward_parts(a, split, stage, tokens, w.on_gpu)
-    if stage == split.pp - 1 and not a.head_outputs:
+    kinds = a.kinds_of(stage, split.pp)
+    layers = max(forward_bytes(kind, split, tokens, w.on_gpu) for kind, _ in kinds)
+    moments: list[Parts] = [{ACTIVATIONS: layers}]
+    if stage == split.pp - 1 and a.head_outputs:
+        moments.append({ACTIVATIONS: (2 * a.number_bytes + a.head_bytes) * tokens * a.hidden})
+    elif stage == split.pp - 1:
         logits = logits_bytes(a, split, tokens)
         hidden = 2 * a.number_bytes * tokens * a.hidden
         chunks = chunk_bytes(a, split, tokens, w.on_gpu, training=False)
@@ -401,7 +390,9 @@ def generation_parts(a: Architecture, split: Split, stage: int, w: Workload) -> 
     samples = -(-w.rollout_samples // split.cp)
     tokens = min(samples * max(w.width - w.response, 1), PREFILL_TOKENS)
     alone = replace(split, cp=1, sequence_parallel=False)
-    moments = forward_parts(a, alone, stage, tokens, w.on_gpu)[:1]
+    kinds = a.kinds_of(stage, split.pp)
+    layers = max(forward_bytes(kind, alone, tokens, w.on_gpu) for kind, _ in kinds)
+    moments: list[Parts] = [{ACTIVATIONS: layers}]
     if stage == split.pp - 1:
         moments.append({LOGITS: samples * a.vocab_rows * (a.number_bytes + SAMPLING_BYTES)})
     most = max(moments, key=lambda parts: sum(parts.values()))

@@ -7,9 +7,8 @@ out among jobs that run at the same time. The rules of `config/` forbid splits, 
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from types import SimpleNamespace
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -78,14 +77,12 @@ def splits(gpus: int, gpus_per_node: int, model: Mapping[str, Any]) -> Iterator[
     experts = model.get("num_moe_experts") or 0
     vpp = model.get("virtual_pipeline_model_parallel_size") or 1
     in_node = min(gpus, gpus_per_node)
-    for tp in [size for size in powers_of_two(in_node) if in_node % size == 0]:
-        for pp in powers_of_two(gpus // tp):
-            for cp in contexts:
-                if gpus % (tp * pp * cp):
-                    continue
-                dp = gpus // (tp * pp * cp)
-                for ep in powers_of_two(dp * cp) if experts else [1]:
-                    yield Split(tp, pp, cp, ep, dp, vpp, sequence_parallel=tp > 1)
+    tensor = [size for size in powers_of_two(in_node) if in_node % size == 0]
+    for tp, pp, cp in itertools.product(tensor, powers_of_two(gpus), contexts):
+        dp, left_over = divmod(gpus, tp * pp * cp)
+        for ep in powers_of_two(dp * cp) if experts else [1]:
+            if not left_over:
+                yield Split(tp, pp, cp, ep, dp, vpp, sequence_parallel=tp > 1)
 
 
 def split_keys(split: Split, gpus_per_node: int) -> dict[str, Any]:
@@ -99,16 +96,17 @@ def split_keys(split: Split, gpus_per_node: int) -> dict[str, Any]:
     }
 
 
-def obstacle(job: Job, cfg: Mapping[str, Any], vocab_size: int) -> str:
+def obstacle(item: JobInput) -> str:
     """The first rule that does not let the job start at the split in `cfg`; empty if it can."""
+    job, cfg, model = item.job, item.cfg, item.cfg["model"]
     try:
-        check_architecture(cfg["model"], fixed=True)  # the quick one first
-        count_vocab_rows(SimpleNamespace(**cfg["model"]), vocab_size)
-        if cfg["model"].get("num_moe_experts"):
+        check_architecture(model, fixed=True)  # the quick one first
+        count_vocab_rows(model, item.vocab_size)
+        if model.get("num_moe_experts"):
             # Here: it imports PyTorch, and only experts have rules of splits there.
             from nemo_aligner.models.nlp.gpt.megatron_config import build_transformer_config
 
-            build_transformer_config(OmegaConf.create(cfg["model"]))
+            build_transformer_config(OmegaConf.create(model))
         check_values(
             dict(cfg),
             job.config.name,
@@ -121,13 +119,6 @@ def obstacle(job: Job, cfg: Mapping[str, Any], vocab_size: int) -> str:
     except ConfigError as error:
         return str(error)
     return ""
-
-
-def halved_until(fits: Callable[[int], bool], size: int) -> int:
-    """The largest of `size`, half of it, ... 1 that fits, or 1. An odd size becomes 1."""
-    while size > 1 and not fits(size):
-        size = size // 2 if size % 2 == 0 else 1
-    return size
 
 
 def relative_cost(w: Workload, given: Workload, split: Split) -> float:
@@ -148,23 +139,20 @@ def relative_cost(w: Workload, given: Workload, split: Split) -> float:
 
 
 def fit_passes(a: Architecture, split: Split, w: Workload, limit: float) -> Workload:
-    """The workload with as many samples per pass without gradient, and responses, as fit."""
-
-    def fits(phase: str, changed: Workload) -> bool:
-        return sum(job_memory(a, split, changed).phases[phase].values()) <= limit
-
-    forward, rollout = w.forward_samples, w.rollout_samples
-    if forward:
-        phase = "scores" if a.head_outputs else "log-probs"
-        forward = w.unit * halved_until(
-            lambda n: fits(phase, replace(w, forward_samples=n * w.unit)),
-            max(forward // w.unit, 1),
-        )
-    if rollout:
-        rollout = halved_until(
-            lambda n: fits("generation", replace(w, rollout_samples=n)), rollout
-        )
-    return replace(w, forward_samples=forward, rollout_samples=rollout)
+    """The workload with as many samples per pass without gradient, and responses, as fit: the
+    largest of the given number, half of it, ... 1 that does, or 1. An odd number becomes 1.
+    """
+    scoring = "scores" if a.head_outputs else "log-probs"
+    for name, phase, unit in (
+        ("forward_samples", scoring, w.unit),
+        ("rollout_samples", "generation", 1),
+    ):
+        count = getattr(w, name) // unit
+        while count > 1 and sum(job_memory(a, split, w).phases[phase].values()) > limit:
+            count = count // 2 if count % 2 == 0 else 1
+            smaller: dict[str, Any] = {name: count * unit}
+            w = replace(w, **smaller)
+    return w
 
 
 def pass_keys(job: Job, w: Workload, given: Workload) -> dict[str, Any]:
@@ -180,18 +168,13 @@ def pass_keys(job: Job, w: Workload, given: Workload) -> dict[str, Any]:
 
 
 def candidate(
-    item: JobInput,
-    cfg: Mapping[str, Any],
-    split: Split,
-    machine: Machine,
-    recompute: str | None,
-    limit: float,
+    item: JobInput, split: Split, machine: Machine, recompute: str | None, limit: float
 ) -> Candidate:
     """One way to run a job, with passes as large as fit `limit` bytes; it may not fit itself."""
-    model = cfg["model"]
-    rows = count_vocab_rows(SimpleNamespace(**model), item.vocab_size)
+    model = item.cfg["model"]
+    rows = count_vocab_rows(model, item.vocab_size)
     a = read_architecture(model, rows, head_outputs(item.job, model))
-    given = read_workload(item.job, cfg, split)
+    given = read_workload(item.job, item.cfg, split)
     keys: dict[str, Any] = {}
     if recompute != given.recompute:
         given = replace(given, recompute=recompute, recompute_layers=1, block=False)
@@ -224,14 +207,15 @@ def find_candidates(
     found, reason = [], ""
     own = item.cfg["model"].get("activations_checkpoint_granularity")
     for split in splits(gpus, machine.gpus_per_node, item.cfg["model"]):
-        cfg = laid_over(item.cfg, tree_of(split_keys(split, machine.gpus_per_node)))
-        forbidden = obstacle(item.job, cfg, item.vocab_size)
+        keys = tree_of(split_keys(split, machine.gpus_per_node))
+        there = replace(item, cfg=laid_over(item.cfg, keys))
+        forbidden = obstacle(there)
         reason = reason or forbidden
         if forbidden:
             continue
         # Recomputation that the user or the checkpoint asks for stays.
         ways = ((own,) if own else (None, "full")) if item.job.trains else (None,)
-        found += [candidate(item, cfg, split, machine, way, limit) for way in ways]
+        found += [candidate(there, split, machine, way, limit) for way in ways]
 
     def order(c: Candidate) -> tuple[bool, float]:
         """The cost of what fits, then the memory of what does not."""
@@ -253,13 +237,6 @@ class Planned:
     limit: float  # bytes of a GPU that it may use: what a job on the same GPU leaves
 
 
-@dataclass(frozen=True)
-class Plan:
-    jobs: list[Planned]
-    limit: float  # bytes of a GPU that all jobs on it may use
-    shared: bool = False  # the jobs are on the same GPU
-
-
 def shares(gpus: int, gpus_per_node: int, jobs: int) -> list[tuple[int, ...]]:
     """Numbers of GPUs for the jobs, an actor and its servers: as many as possible in use, then as
     equal as possible, the first with more; powers of two within a node, or of whole nodes.
@@ -273,12 +250,12 @@ def shares(gpus: int, gpus_per_node: int, jobs: int) -> list[tuple[int, ...]]:
     )
 
 
-def make_plan(inputs: list[JobInput], gpus: int, machine: Machine) -> Plan:
-    """The plan for `gpus` GPUs. `UserError`: no split has room; says how many GPUs would do.
+def make_plan(inputs: list[JobInput], gpus: int, machine: Machine) -> list[Planned]:
+    """The jobs on `gpus` GPUs. `UserError`: no split has room; says how many GPUs would do.
     `ConfigError`: no split is allowed by the rules of the jobs.
     """
     plan, reason = try_plan(inputs, gpus, machine)
-    if plan is not None:
+    if plan:
         return plan
     if reason:
         raise ConfigError(f"no split of {gpus} GPUs is possible: {reason}")
@@ -293,8 +270,8 @@ def make_plan(inputs: list[JobInput], gpus: int, machine: Machine) -> Plan:
     )
 
 
-def try_plan(inputs: list[JobInput], gpus: int, machine: Machine) -> tuple[Plan | None, str]:
-    """The plan for `gpus` GPUs; or None and, if rules forbid every split, the first of them."""
+def try_plan(inputs: list[JobInput], gpus: int, machine: Machine) -> tuple[list[Planned], str]:
+    """The jobs on `gpus` GPUs; or none and, if rules forbid every split, the first of them."""
     limit = machine.usable
     search = functools.cache(
         lambda index, count: find_candidates(inputs[index], count, machine, limit)
@@ -302,50 +279,41 @@ def try_plan(inputs: list[JobInput], gpus: int, machine: Machine) -> tuple[Plan 
     if len(inputs) > 1 and gpus == 1:
         alone = [search(index, 1) for index in range(len(inputs))]
         reasons = [reason for found, reason in alone if not found]
-        return (None, reasons[0]) if reasons else (share_one(inputs, machine), "")
-    possible, reasons = False, []
-    counts: list[tuple[int, ...]] = [(gpus,)]
-    if len(inputs) > 1:
-        counts = shares(gpus, machine.gpus_per_node, len(inputs))
+        return ([], reasons[0]) if reasons else (share_one(inputs, machine), "")
+    counts = [(gpus,)] if len(inputs) == 1 else shares(gpus, machine.gpus_per_node, len(inputs))
     if not counts:
-        return None, (
+        return [], (
             f"{len(inputs)} jobs run at the same time, each on GPUs of its own; give as many, or "
             "one, which they share."
         )
+    possible, reasons = False, []
     for count in counts:
-        found_for = [search(index, each) for index, each in enumerate(count)]
-        reasons.append(next((reason for _, reason in found_for if reason), ""))
-        if not all(found for found, _ in found_for):
-            continue
-        possible = True
-        if all(found[0].memory.peak <= limit for found, _ in found_for):
-            planned = [
-                Planned(item, found[0], found, limit)
-                for item, (found, _) in zip(inputs, found_for, strict=True)
-            ]
-            return Plan(planned, limit), ""
-    return None, "" if possible else reasons[0]
+        found, forbidden = zip(*itertools.starmap(search, enumerate(count)), strict=True)
+        reasons.append(next(filter(None, forbidden), ""))
+        possible = possible or all(found)
+        if all(each and each[0].memory.peak <= limit for each in found):
+            jobs = zip(inputs, found, strict=True)
+            return [Planned(item, each[0], each, limit) for item, each in jobs], ""
+    return [], "" if possible else reasons[0]
 
 
-def share_one(inputs: list[JobInput], machine: Machine) -> Plan | None:
+def share_one(inputs: list[JobInput], machine: Machine) -> list[Planned]:
     """All jobs on one GPU: for each way to run the servers, from the cheapest to the smallest, the
     first with what is left.
     """
     first, *servers = inputs
     ways = []
     for item in servers:
-        quick, _ = find_candidates(item, 1, machine, machine.usable)
-        small, _ = find_candidates(item, 1, machine, 0.0)  # nothing fits: the smallest passes
-        ways.append([(each, found) for found in (quick, small) for each in found])
+        # The second time nothing fits: the smallest passes.
+        found = (find_candidates(item, 1, machine, limit)[0] for limit in (machine.usable, 0.0))
+        ways.append([(item, each, all_of) for all_of in found for each in all_of])
     for chosen in itertools.product(*ways):
-        taken = sum(each.memory.peak for each, _ in chosen)
-        left = machine.usable - taken
+        left = machine.usable - sum(each.memory.peak for _, each, _ in chosen)
         actor, _ = find_candidates(first, 1, machine, left)
         if actor and actor[0].memory.peak <= left:
             spare = left - actor[0].memory.peak
-            planned = [Planned(first, actor[0], actor, left)] + [
-                Planned(item, each, found, spare + each.memory.peak)
-                for item, (each, found) in zip(servers, chosen, strict=True)
+            return [Planned(first, actor[0], actor, left)] + [
+                Planned(item, each, all_of, spare + each.memory.peak)
+                for item, each, all_of in chosen
             ]
-            return Plan(planned, machine.usable, shared=True)
-    return None
+    return []

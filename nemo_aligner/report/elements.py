@@ -9,6 +9,7 @@ import time
 from collections.abc import Collection, Sequence
 from html import escape
 from itertools import zip_longest
+from typing import Any
 
 from nemo_aligner.report.reading import Curve, JobRecord, Phase
 
@@ -118,7 +119,8 @@ def when(seconds: float) -> str:
 
 # Families whose metrics of the same name share a chart, because their steps count the same thing.
 PAIRED_FAMILIES = {"val_rollouts": "train_rollouts", "validation": "train", "test": "train"}
-COLORS, LINES = 6, 3  # in elements.py
+TIMES = "timers/"
+COLORS, LINES = 6, 3  # in `STYLE`
 MAX_POINTS = 400  # per curve; more would be invisible and only make the file large
 
 Chart = tuple[str, dict[str, Curve]]
@@ -133,27 +135,27 @@ def group_curves(series: dict[str, Curve]) -> tuple[list[Chart], list[Chart]]:
     charts: dict[tuple[str, str], dict[str, Curve]] = {}
     for key, curve in series.items():
         family, _, metric = key.rpartition("/")
-        if not is_time(key):
+        if not key.startswith(TIMES):
             charts.setdefault((PAIRED_FAMILIES.get(family, family), metric), {})[family] = curve
     moving: list[Chart] = []
     constant: list[Chart] = []
     for (_, metric), curves in charts.items():
         first_family, *others = curves
         title = metric if others or not first_family else f"{first_family}/{metric}"
-        values = {value for curve in curves.values() for value in curve.values()}
-        points = max(len(curve) for curve in curves.values())
-        (constant if len(values) == 1 and points > 1 else moving).append((title, curves))
+        is_constant = len({*values_of(curves)}) == 1 and max(map(len, curves.values())) > 1
+        (constant if is_constant else moving).append((title, curves))
     return moving, constant
 
 
-def is_time(key: str) -> bool:
-    return key.startswith("timers/")
+def values_of(curves: dict[str, Curve]) -> list[float]:
+    return [value for curve in curves.values() for value in curve.values()]
 
 
-def chart_grid(charts: list[Chart], labels: bool = True) -> str:
+def chart_grid(charts: Sequence[Chart], **options: Any) -> str:
+    """Charts beside each other; `options` as of `chart_svg`."""
     if not charts:
         return ""
-    drawn = "".join(chart_svg(*chart, labels=labels) for chart in charts)
+    drawn = "".join(chart_svg(*chart, **options) for chart in charts)
     return f'<div class="charts">{drawn}</div>'
 
 
@@ -167,7 +169,7 @@ def chart_svg(
 ) -> str:
     """A line chart; `labels` are shown for several curves. `axis` names what runs to the right."""
     steps = [step for curve in curves.values() for step in curve]
-    values = [value for curve in curves.values() for value in curve.values()]
+    values = values_of(curves)
     x_low, x_high = _widen(min(steps), max(steps))
     y_low, y_high = _widen(min(values), max(values))
 
@@ -177,22 +179,21 @@ def chart_svg(
     def y_of(value: float) -> float:
         return HEIGHT - BOTTOM - (value - y_low) / (y_high - y_low) * (HEIGHT - TOP - BOTTOM)
 
-    parts = [f'<text class="title" x="{LEFT}" y="18">{escape(title)}</text>']
+    parts = [_text(title, LEFT, 18, "title", "start")]
     for tick in ticks(y_low, y_high):
         y = y_of(tick)
         parts.append(
             f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
         )
-        place = f'x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end"'
-        parts.append(f'<text class="tick" {place}>{format_number(tick)}</text>')
+        parts.append(_text(format_number(tick), LEFT - 6, y + 4, "tick"))
     for tick in ticks(x_low, x_high):
-        place = f'x="{x_of(tick):.1f}" y="{HEIGHT - 8}" text-anchor="middle"'
-        parts.append(f'<text class="tick" {place}>{format_number(tick)}</text>')
+        parts.append(_text(format_number(tick), x_of(tick), HEIGHT - 8, "tick", "middle"))
     for number, (label, curve) in enumerate(curves.items()):
         color = color_of(number)
-        points = [
-            (step, value, x_of(step), y_of(value)) for step, value in _thin(sorted(curve.items()))
-        ]
+        # Some of many, evenly spread, the last one included.
+        stride = max(math.ceil(len(curve) / MAX_POINTS), 1)
+        shown = sorted(curve.items())[::-stride][::-1]
+        points = [(step, value, x_of(step), y_of(value)) for step, value in shown]
         path = " ".join(f"{x:.1f},{y:.1f}" for _, _, x, y in points)
         parts.append(f'<polyline class="curve {color}" points="{path}"/>')
         radius, thin = (2.5, "") if len(points) <= 25 else (1, " thin")
@@ -201,9 +202,17 @@ def chart_svg(
             place = f'cx="{x:.1f}" cy="{y:.1f}" r="{radius}"'
             parts.append(f'<circle class="{color}{thin}" {place}><title>{tip}</title></circle>')
         if labels and len(curves) > 1:
-            place = f'x="{WIDTH - RIGHT}" y="{12 + 12 * number}" text-anchor="end"'
-            parts.append(f'<text class="label {color}" {place}>{escape(label)}</text>')
-    frame = f'viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}"'
+            parts.append(_text(label, WIDTH - RIGHT, 12 + 12 * number, f"label {color}"))
+    return _svg(title, WIDTH, HEIGHT, parts)
+
+
+def _text(text: str, x: float, y: float, kind: str = "", anchor: str = "end") -> str:
+    place = f'x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"'
+    return f'<text class="{kind}" {place}>{escape(text)}</text>'
+
+
+def _svg(label: str, width: int, height: int, parts: Sequence[str]) -> str:
+    frame = f'viewBox="0 0 {width} {height}" role="img" aria-label="{escape(label)}"'
     return f"<svg {frame}>{''.join(parts)}</svg>"
 
 
@@ -231,12 +240,6 @@ def _widen(low: float, high: float) -> tuple[float, float]:
     return low - margin, high + margin
 
 
-def _thin(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """At most about MAX_POINTS of them, evenly spread, the last one included."""
-    stride = max(math.ceil(len(points) / MAX_POINTS), 1)
-    return points[::-stride][::-1]
-
-
 # --- timeline ------------------------------------------------------------------------------------
 
 STEPS = 3  # of the policy, the last ones
@@ -261,41 +264,32 @@ def timeline_svg(jobs: list[JobRecord]) -> str:
         return ""
     steps = sorted({phase.step for phase in policy.phases if phase.name == "generate"})
     shown = [phase for phase in policy.phases if phase.step in steps[-STEPS:]]
-    start = min(phase.start for phase in shown)
-    end = max(phase.end for phase in shown)
-    scale = (LANES_WIDTH - LANES_LEFT - RIGHT) / max(end - start, 1e-9)
-    parts, lanes = [], 0
+    start, end = min(phase.start for phase in shown), max(phase.end for phase in shown)
+    seconds = max(end - start, 1e-9)
+    scale = (LANES_WIDTH - LANES_LEFT - RIGHT) / seconds
+    parts, y = [], LANES_TOP
     for job in jobs:
         phases = [p for p in _innermost(job.phases) if p.end > start and p.start < end]
         if not phases:
             continue
-        y = LANES_TOP + lanes * LANE
-        place = f'x="{LANES_LEFT - 8}" y="{y + LANE / 2 + 3:.0f}" text-anchor="end"'
-        parts.append(f"<text {place}>{escape(job.name)}</text>")
+        parts.append(_text(job.name, LANES_LEFT - 8, y + LANE / 2 + 3))
         for phase in phases:
             left = LANES_LEFT + (max(phase.start, start) - start) * scale
             width = (min(phase.end, end) - max(phase.start, start)) * scale
-            parts.append(_bar(phase, left, y, width))
-        lanes += 1
-    height = LANES_TOP + lanes * LANE + LANES_BOTTOM
-    for tick in ticks(0, max(end - start, 1e-9), 10):
-        place = f'x="{LANES_LEFT + tick * scale:.1f}" y="{height - 8}" text-anchor="middle"'
-        parts.append(f'<text class="tick" {place}>{format_number(tick)} s</text>')
-    frame = f'viewBox="0 0 {LANES_WIDTH} {height}" role="img" aria-label="timeline"'
-    return f"<svg {frame}>{''.join(parts)}</svg>"
-
-
-def _bar(phase: Phase, left: float, y: float, width: float) -> str:
-    colour = next((value for key, value in COLOURS.items() if key in phase.name), "idle")
-    tip = escape(
-        f"{phase.name}, step {format_number(phase.step)}: {phase.end - phase.start:.3f} s"
-    )
-    size = f'x="{left:.1f}" y="{y + 3}" width="{max(width, 0.5):.1f}" height="{LANE - 6}"'
-    bar = f'<rect class="{colour}" {size}><title>{tip}</title></rect>'
-    if len(phase.name) * LEAST_LABEL < width:
-        place = f'x="{left + 4:.1f}" y="{y + LANE / 2 + 4:.0f}"'
-        bar += f'<text class="on-bar" {place}>{escape(phase.name)}</text>'
-    return bar
+            color = next((value for key, value in COLOURS.items() if key in phase.name), "idle")
+            tip = (
+                f"{phase.name}, step {format_number(phase.step)}: {phase.end - phase.start:.3f} s"
+            )
+            size = f'x="{left:.1f}" y="{y + 3}" width="{max(width, 0.5):.1f}" height="{LANE - 6}"'
+            parts.append(f'<rect class="{color}" {size}><title>{escape(tip)}</title></rect>')
+            if len(phase.name) * LEAST_LABEL < width:
+                parts.append(_text(phase.name, left + 4, y + LANE / 2 + 4, "on-bar", "start"))
+        y += LANE
+    height = y + LANES_BOTTOM
+    for tick in ticks(0, seconds, 10):
+        x = LANES_LEFT + tick * scale
+        parts.append(_text(f"{format_number(tick)} s", x, height - 8, "tick", "middle"))
+    return _svg("timeline", LANES_WIDTH, height, parts)
 
 
 def _innermost(phases: list[Phase]) -> list[Phase]:

@@ -87,13 +87,13 @@ def last_lines(folder: Path, config_name: str, nothing_is_kept: str | None = Non
     """
     job = next(job for job in read_run(folder) if job.folder == folder)
     validations = []
-    for found in what_it_learned(job):
-        if found.key.startswith("val"):
-            ends = sorted({min(found.curve), max(found.curve)})
-            values = [f"{format_number(found.curve[step])} (step {step})" for step in ends]
-            validations.append(f"{found.chart} {' -> '.join(values)}")
-    record = alarms(job)
-    rung = record.active if record else []
+    for key, title in what_it_learned(job).items():
+        if key.startswith("val"):
+            curve = job.series[key]
+            ends = sorted({min(curve), max(curve)})
+            values = [f"{format_number(curve[step])} (step {step})" for step in ends]
+            validations.append(f"{title.partition(',')[0]} {' -> '.join(values)}")
+    _steps, rung = alarms(job)
     place = Path(os.path.relpath(folder))
     place = folder if place.parts[:1] == ("..",) else place
     rows = [

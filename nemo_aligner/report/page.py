@@ -14,22 +14,23 @@ from typing import Any
 from nemo_aligner.config.values import is_number
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.report.elements import (
+    TIMES,
     chart_grid,
     color_of,
     document,
     folded,
     format_number,
     group_curves,
-    is_time,
     table,
     timeline_svg,
     unfolded,
+    values_of,
     when,
 )
 from nemo_aligner.report.reading import (
     TRAINED,
+    WATCHED,
     Curve,
-    Found,
     JobRecord,
     alarms,
     read_run,
@@ -73,7 +74,8 @@ def render(*run_dirs: Path) -> str:
     )
     title = f"{', '.join(run_dir.resolve().name for run_dir in run_dirs)}: training report"
     kinds = {job.place: [each for each in jobs if each.place == job.place] for job in jobs}
-    compared = "".join(map(_compared, kinds.values())) if len(run_dirs) > 1 else ""
+    several = [kind for kind in kinds.values() if len(kind) > 1 < len(run_dirs)]
+    compared = "".join(map(_compared, several))
     links = " ".join(
         f'<a href="#job{number}">{escape(job.name)}</a>' for number, job in enumerate(jobs)
     )
@@ -84,15 +86,13 @@ def render(*run_dirs: Path) -> str:
 
 
 def _compared(jobs: list[JobRecord]) -> str:
-    """The section with the curves of several jobs over each other; empty for one job."""
-    if len(jobs) == 1:
-        return ""
+    """The section with the curves of several jobs over each other."""
     shown: dict[str, dict[str, Curve]] = {}
     rest: dict[str, dict[str, Curve]] = {}
     for job in jobs:
-        titles = {found.key: found.title for found in what_it_learned(job)}
+        titles = what_it_learned(job)
         for key in {**titles, **job.series}:
-            if not is_time(key):
+            if not key.startswith(TIMES):
                 charts = shown if key in titles or key in TRAINED else rest
                 curves = charts.setdefault(titles.get(key, key), {each.name: {} for each in jobs})
                 curves[job.name] = job.series[key]
@@ -117,27 +117,6 @@ def _ends(curve: Curve) -> str:
 
 
 def _job_section(job: JobRecord, anchor: str) -> str:
-    measures = what_it_learned(job)
-    trained = {key: curve for key, curve in job.series.items() if key in TRAINED}
-    shown = {measure.key for measure in measures} | trained.keys()
-    rest = {key: curve for key, curve in job.series.items() if key not in shown}
-    moving, constant = group_curves(rest)
-    tables = [part for key, rows in job.tables.items() if (part := _samples(key, rows))]
-    body = _learned(measures) + "".join(tables[:1]) + _alarms(job)
-    if trained:
-        body += f"<h3>How was it trained?</h3>{chart_grid(sum(group_curves(trained), []))}"
-    body += about(job.folder)
-    body += folded(f"More curves ({len(moving)})", chart_grid(moving))
-    body += folded(f"Values that did not change ({len(constant)})", chart_grid(constant))
-    body += folded("Time per phase", _timer_table(job.series))
-    body += folded("More samples", "".join(tables[1:]))
-    return (
-        f'<section id="{anchor}"><h2>{escape(job.name)}</h2><p>{escape(_notes(job))}</p>{body}'
-        "</section>\n"
-    )
-
-
-def _notes(job: JobRecord) -> str:
     notes = []
     if job.started is not None and job.updated is not None:
         minutes = (job.updated - job.started) / 60
@@ -146,30 +125,41 @@ def _notes(job: JobRecord) -> str:
         )
     if job.broken_lines:
         notes.append(f"{job.broken_lines} unreadable line(s) were left out.")
-    return " ".join(notes)
+    titles = what_it_learned(job)
+    trained = {key: curve for key, curve in job.series.items() if key in TRAINED}
+    rest = {key: job.series[key] for key in job.series if key not in titles | trained}
+    moving, constant = group_curves(rest)
+    tables = [part for key, rows in job.tables.items() if (part := _samples(key, rows))]
+    body = f"<p>{escape(' '.join(notes))}</p>{_learned(job, titles)}"
+    body += "".join(tables[:1]) + _alarms(job)
+    if trained:
+        body += f"<h3>How was it trained?</h3>{chart_grid(sum(group_curves(trained), []))}"
+    body += about(job.folder)
+    body += folded(f"More curves ({len(moving)})", chart_grid(moving))
+    body += folded(f"Values that did not change ({len(constant)})", chart_grid(constant))
+    body += folded("Time per phase", _timer_table(job.series))
+    body += folded("More samples", "".join(tables[1:]))
+    return f'<section id="{anchor}"><h2>{escape(job.name)}</h2>{body}</section>\n'
 
 
 # ------------------------------------------------------------------------------------- what it did
 
 
-def _learned(measures: list[Found]) -> str:
+def _learned(job: JobRecord, titles: dict[str, str]) -> str:
     """First and last value of each measure, and the curves."""
-    if not measures:
+    if not titles:
         return ""
     charts: dict[str, dict[str, Curve]] = {}
     rows = [("", "first", "last", "change")]
-    for measure in measures:
-        curve, (first, last) = measure.curve, (min(measure.curve), max(measure.curve))
+    for key, title in titles.items():
+        curve = job.series[key]
+        first, last = min(curve), max(curve)
         before, change = "", ""
         if first != last:
             before, change = _at(curve, first), f"{curve[last] - curve[first]:+.4g}"
-        rows.append((measure.title, before, _at(curve, last), change))
-        charts.setdefault(measure.chart, {})[measure.key.rpartition("/")[0]] = curve
-    moving = [
-        (title, curves)
-        for title, curves in charts.items()
-        if len({value for curve in curves.values() for value in curve.values()}) > 1
-    ]
+        rows.append((title, before, _at(curve, last), change))
+        charts.setdefault(title.partition(",")[0], {})[key.rpartition("/")[0]] = curve
+    moving = [chart for chart in charts.items() if len({*values_of(chart[1])}) > 1]
     return f"<h3>Did it learn?</h3>{table(rows)}{chart_grid(moving)}"
 
 
@@ -178,43 +168,40 @@ def _at(curve: Curve, step: float) -> str:
 
 
 def _alarms(job: JobRecord) -> str:
-    record = alarms(job)
-    if record is None:
+    steps, active = alarms(job)
+    if not steps:
         return ""
-    said = f"No warning in {record.steps} logged steps."
-    if record.active:
-        active = ", ".join(format_number(step) for step in record.active[:MAX_SAMPLES])
-        more = ", ..." if len(record.active) > MAX_SAMPLES else ""
-        said = (
-            f"Warnings in {len(record.active)} of {record.steps} logged steps ({active}{more}); "
-            "the job's log says which."
+    kind, said = "good", f"No warning in {len(steps)} logged steps."
+    if active:
+        listed = ", ".join(map(format_number, active[:MAX_SAMPLES]))
+        more = ", ..." if len(active) > MAX_SAMPLES else ""
+        kind, said = (
+            "bad",
+            (
+                f"Warnings in {len(active)} of {len(steps)} logged steps ({listed}{more}); "
+                "the job's log says which."
+            ),
         )
-    rows = [
-        (title, format_number(worst), format_number(last)) for title, worst, last in record.watched
-    ]
-    kind = "bad" if record.active else "good"
-    return f'<h3>Alarms</h3><p class="{kind}">{escape(said)}</p>' + table(
-        [("watched", "worst", "last"), *rows]
-    )
+    rows: list[tuple[str, ...]] = [("watched", "worst", "last")]
+    for title, key, worst in WATCHED:
+        if key in job.series:
+            curve = job.series[key]
+            values = worst(curve.values()), curve[max(curve)]
+            rows.append((title, *map(format_number, values)))
+    return f'<h3>Alarms</h3><p class="{kind}">{escape(said)}</p>{table(rows)}'
 
 
 def _timer_table(series: dict[str, Curve]) -> str:
-    timers = {
-        key.partition("/")[2]: list(curve.values())
-        for key, curve in series.items()
-        if is_time(key)
-    }
-    rows = [
-        (
-            name,
-            len(values),
-            f"{sum(values) / len(values):.3f}",
-            f"{max(values):.3f}",
-            f"{sum(values):.1f}",
-        )
-        for name, values in sorted(timers.items(), key=lambda item: -sum(item[1]))
-    ]
-    return table([("phase", "times", "mean, s", "longest, s", "total, s"), *rows])
+    timers = []
+    for key, curve in series.items():
+        if key.startswith(TIMES):
+            name, total, count = key.removeprefix(TIMES), sum(curve.values()), len(curve)
+            mean, longest = f"{total / count:.3f}", f"{max(curve.values()):.3f}"
+            timers.append((total, (name, count, mean, longest, f"{total:.1f}")))
+    timers.sort(key=lambda timer: -timer[0])
+    return table(
+        [("phase", "times", "mean, s", "longest, s", "total, s"), *(r for _, r in timers)]
+    )
 
 
 # ----------------------------------------------------------------------------------------- samples
@@ -226,21 +213,17 @@ def _samples(key: str, rows: list[dict[str, Any]]) -> str:
     if not rows:
         return ""
     first, last = rows[0].get("step"), rows[-1].get("step")
-    old = {row["prompt"]: row for row in rows if row.get("step") == first}
-    new = {row["prompt"]: row for row in rows if row.get("step") == last}
-    shared = [prompt for prompt in old if prompt in new] if first != last else []
+    old, new = (
+        {row["prompt"]: row for row in rows if row.get("step") == step} for step in (first, last)
+    )
+    shared = [prompt for prompt in old if prompt in new and first != last][:MAX_SAMPLES]
     if shared:
         names = ("prompt", f"step {first}", f"step {last}")
-        cells = [
-            (prompt, _response(old[prompt]), _response(new[prompt]))
-            for prompt in shared[:MAX_SAMPLES]
-        ]
+        cells = [(prompt, _response(old[prompt]), _response(new[prompt])) for prompt in shared]
     else:
         names = ("step", "prompt", "response")
-        cells = [
-            (str(row.get("step")), row["prompt"], _response(row))
-            for row in rows[: -MAX_SAMPLES - 1 : -1]
-        ]
+        latest = rows[: -MAX_SAMPLES - 1 : -1]
+        cells = [(str(row.get("step")), row["prompt"], _response(row)) for row in latest]
     title = escape(key.removeprefix("table/"))
     return f"<h3>{title} ({len(cells)})</h3>{unfolded(cells, names, FIRST_SAMPLES)}"
 

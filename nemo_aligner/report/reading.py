@@ -130,8 +130,7 @@ def _read_jsonl(path: Path, job: JobRecord) -> Iterator[dict[str, Any]]:
                 job.broken_lines += 1
 
 
-# Measures, and metrics that may hold each; the first one that exists counts. Those that differ
-# behind a comma share a chart.
+# Measures, and metrics that may hold each; the first one that exists counts.
 POLICY_MEASURES = """
 reward, validation: val_rollouts/rewards val_rollouts/global_rewards
 reward, rollouts: train_rollouts/rewards train_rollouts/global_rewards
@@ -167,62 +166,38 @@ TRAINED = {
 }
 
 
-@dataclass(frozen=True)
-class Found:
-    title: str
-    chart: str  # title of the chart to which the curve belongs
-    key: str
-    curve: Curve
-
-
-def what_it_learned(job: JobRecord) -> list[Found]:
-    """The measures that `job` has, in the order in which a reader asks for them."""
-    found = []
+def what_it_learned(job: JobRecord) -> dict[str, str]:
+    """Titles of the measures that `job` has, by their keys, in the order of a reader's questions;
+    those that are the same up to a comma share a chart.
+    """
+    titles = {}
     for line in (POLICY_MEASURES if job.is_policy else SUPERVISED_MEASURES).strip().splitlines():
         title, _, keys = line.partition(": ")
         key = next((key for key in keys.split() if key in job.series), None)
         if key is not None:
-            found.append(Found(title, title.partition(",")[0], key, job.series[key]))
-    return found
+            titles[key] = title
+    return titles
 
 
-# Quantities that alarms watch: title, metric, and whether large values are the bad ones.
-WATCHED = (
-    ("sampler and trainer disagree", "train_rollouts/sampling_ratio_mean_error", True),
-    ("clipped ratios", "train_optim/ppo_clip_fraction", True),
-    ("explained variance of the critic", "train_rollouts/explained_variance", False),
-    (
-        "responses that end by themselves",
-        "train_rollouts/fraction_of_samples_properly_ended",
-        False,
-    ),
-    ("own responses that end by themselves", "train/fraction_of_samples_properly_ended", False),
-    ("own responses that equal the data's", "train/identical_fraction", True),
-    ("what chosen and rejected responses have both lost", "train/likelihood_fall", True),
-    ("margin of rewards", "train/margin", False),
-    ("margin of rewards", "train/rewards_margin", False),
-    ("probability of the teacher's top-k tokens", "train/teacher_mass", False),
-    ("responses that share the weight of a prompt", "train/effective_responses", False),
+# Quantities that alarms watch: title, metric, and which of its values is the worst.
+WATCHED: tuple[tuple[str, str, Any], ...] = (
+    ("sampler and trainer disagree", "train_rollouts/sampling_ratio_mean_error", max),
+    ("clipped ratios", "train_optim/ppo_clip_fraction", max),
+    ("explained variance of the critic", "train_rollouts/explained_variance", min),
+    ("responses that end by themselves", "train_rollouts/fraction_of_samples_properly_ended", min),
+    ("own responses that end by themselves", "train/fraction_of_samples_properly_ended", min),
+    ("own responses that equal the data's", "train/identical_fraction", max),
+    ("what chosen and rejected responses have both lost", "train/likelihood_fall", max),
+    ("margin of rewards", "train/margin", min),
+    ("margin of rewards", "train/rewards_margin", min),
+    ("probability of the teacher's top-k tokens", "train/teacher_mass", min),
+    ("responses that share the weight of a prompt", "train/effective_responses", min),
 )
 
 
-@dataclass(frozen=True)
-class AlarmRecord:
-    steps: int  # logged steps
-    active: list[float]  # steps with at least one active warning
-    watched: list[tuple[str, float, float]]  # (title, worst value, last value) of each quantity
-
-
-def alarms(job: JobRecord) -> AlarmRecord | None:
-    """The alarms of `job`; None if it logs none."""
+def alarms(job: JobRecord) -> tuple[list[float], list[float]]:
+    """The steps of which `job` has logged its alarms, and those with at least one active."""
     series = job.series
-    counts = series.get("train_rollouts/alarms_active", series.get("train/alarms_active"))
-    if counts is None:
-        return None
-    watched = []
-    for title, key, large_is_bad in WATCHED:
-        if key in series:
-            curve = series[key]
-            worst = max(curve.values()) if large_is_bad else min(curve.values())
-            watched.append((title, worst, curve[max(curve)]))
-    return AlarmRecord(len(counts), [s for s in sorted(counts) if counts[s] > 0], watched)
+    counts = series.get("train_rollouts/alarms_active", series.get("train/alarms_active", {}))
+    steps = sorted(counts)
+    return steps, [step for step in steps if counts[step] > 0]

@@ -216,7 +216,8 @@ def test_localhost(monkeypatch, addresses, status):
 
 @pytest.mark.parametrize(("free", "status"), [(10 * MB, MISSING), (GB, WARNING), (80 * GB, OK)])
 def test_disk(monkeypatch, tmp_path, free, status):
-    monkeypatch.setattr(doctor, "space", lambda _path: (100 * GB, free))
+    found = types.SimpleNamespace(total=100 * GB, free=free)
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _path: found)
     says(doctor.disk("runs", tmp_path, "Name another one"), status, "100.00 GiB")
     assert not list(tmp_path.iterdir())
 
@@ -235,7 +236,7 @@ def test_temporary_folders(monkeypatch, tmp_path):
     assert finding.status in (OK, WARNING)
     monkeypatch.setattr(doctor.tempfile, "gettempdir", lambda: f"{tmp_path}/{'long' * 10}")
     assert "/tmp" in list(doctor.temporary_folders())[-1].text
-    blocks = {"f_blocks": 9 * GB, "f_bavail": 8 * GB, "f_frsize": 1}
+    blocks = {"f_blocks": 9 * GB, "f_bfree": 8 * GB, "f_bavail": 8 * GB, "f_frsize": 1}
     flags = types.SimpleNamespace(f_flag=os.ST_NOEXEC, **blocks)
     monkeypatch.setattr(os, "statvfs", lambda _path: flags)
     says(list(doctor.temporary_folders())[-1], MISSING, "noexec.*TMPDIR")

@@ -16,15 +16,7 @@ from nemo_aligner.config.defaults import complete_config
 from nemo_aligner.core.endings import ExitCode
 from nemo_aligner.core.tokenizer import tokenizer_fingerprint
 from nemo_aligner.evaluate.__main__ import main
-from nemo_aligner.evaluate.results import (
-    Number,
-    Scored,
-    comparison_rows,
-    measure,
-    policy_rows,
-    render,
-    shown,
-)
+from nemo_aligner.evaluate.results import Scored, measure, render, shown, tables
 from nemo_aligner.evaluate.rewards import tokens_of
 from nemo_aligner.generate.__main__ import main as generate
 from nemo_aligner.generate.responses import Response, read_responses, write_responses
@@ -209,30 +201,31 @@ def test_numbers_by_hand():
     first = scored("one", [1.0, 2.0, 3.0, 4.0], ["a", "bb", "", "dddd"], length=3, is_end=True)
     second = scored("two", [1.0, 3.0, 1.0, 0.0], ["aa", "bb", "cc", "dd"])
     results = measure([first, second], **SMALL)
-    one, two = results.policies["one"], results.policies["two"]
-    assert one["reward"].value == 2.5 and two["reward"].value == 1.25
-    assert one["reward_std"].value == pytest.approx(1.25**0.5)
-    assert one["characters"].value == 1.75 and one["tokens"].value == 3
-    assert one["ended"].value == 1.0 and "ended" not in two and "tokens" not in two
-    assert one["prompts"].value == 2 and one["responses"].value == 4
-    comparison = results.comparison
-    assert comparison["win_rate"].value == 0.625  # a tie, a loss, two wins
-    assert comparison["ties"].value == 0.25
-    assert comparison["reward_difference"].value == 1.25
+    one, two = (results["policies"][name] for name in ("one", "two"))
+    assert one["reward"]["value"] == 2.5 and two["reward"]["value"] == 1.25
+    assert one["reward_std"]["value"] == pytest.approx(1.25**0.5)
+    assert one["characters"]["value"] == 1.75 and one["tokens"]["value"] == 3
+    assert one["ended"]["value"] == 1.0 and "ended" not in two and "tokens" not in two
+    assert one["prompts"]["value"] == 2 and one["responses"]["value"] == 4
+    comparison = results["comparison"]
+    assert comparison["win_rate"]["value"] == 0.625  # a tie, a loss, two wins
+    assert comparison["ties"]["value"] == 0.25
+    assert comparison["reward_difference"]["value"] == 1.25
     # Two prompts: each mean is that of the first, of the second, or of both.
-    assert one["reward"].interval == (pytest.approx(1.5), pytest.approx(3.5))
-    assert comparison["win_rate"].interval == (pytest.approx(0.25), pytest.approx(1.0))
+    assert one["reward"]["interval"] == pytest.approx([1.5, 3.5])
+    assert comparison["win_rate"]["interval"] == pytest.approx([0.25, 1.0])
 
 
 def test_rows_of_the_table():
     results = measure([scored("one", [0.0, 1.0]), scored("two", [1.0, 0.5])], **SMALL)
-    lines = columns(policy_rows(results)).splitlines()
+    policies, comparison = tables(results)
+    lines = columns(policies).splitlines()
     assert lines[0].split() == ["one", "two"]
     assert re.fullmatch(r"reward, mean +0\.5 \[0\.5, 0\.5\] +0\.75 \[0\.75, 0\.75\]", lines[3])
-    assert comparison_rows(results)[0] == ("", "one against two")
-    assert shown("win_rate", Number(0.5, (0.25, 1.0))) == "50.0% [25.0%, 100.0%]"
-    assert shown("reward", Number(1.25)) == "1.25"
-    assert comparison_rows(measure([scored("one", [0.0, 1.0])], **SMALL)) == []
+    assert comparison[0] == ("", "one against two")
+    assert shown("win_rate", {"value": 0.5, "interval": [0.25, 1.0]}) == "50.0% [25.0%, 100.0%]"
+    assert shown("reward", {"value": 1.25}) == "1.25"
+    assert len(tables(measure([scored("one", [0.0, 1.0])], **SMALL))) == 1
 
 
 def test_a_reward_model_reads_tokens_of_its_own(tiny_tokenizer_dir, reversed_tokenizer_dir):

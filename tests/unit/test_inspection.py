@@ -306,10 +306,10 @@ def test_what_the_job_would_refuse_is_the_error(model, write, capsys):
 def test_limit_and_histogram(model, write):
     path = write(*({"prompt": "hello " * number} for number in (1, 1, 30)))
     job = open_job([path], model, "gpt_rs_actor", [TEMPLATE])
-    findings = look(job, 2)
-    assert (findings.documents, findings.served, len(findings.lengths)) == (3, 3, 2)
-    assert [len(finding.places) for finding in findings.bad] == [1]
-    assert len(look(job, 0).lengths) == 3
+    lengths, findings = look(job, 2)
+    assert (len(job.dataset.lines), len(job.dataset), len(lengths)) == (3, 3, 2)
+    assert [len(places) for _text, places in findings] == [1]
+    assert len(look(job, 0)[0]) == 3
     lengths = np.array([3, 3, 4, 9, 30])
     bins = histogram(lengths)
     assert sum(count for _, _, count in bins) == 5

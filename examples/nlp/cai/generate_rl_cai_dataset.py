@@ -39,10 +39,10 @@ from constitutional import (
 )
 
 from nemo_aligner.core.errors import UserError
-from nemo_aligner.generate.responses import check_writable
+from nemo_aligner.generate.responses import check_writable, write_records
 from nemo_aligner.launch.endings import user_errors_end_the_job
 from nemo_aligner.parallel.environment import is_rank_zero
-from nemo_aligner.synthetic import open_records, write_records
+from nemo_aligner.synthetic import open_records
 
 NGC_URL = "https://integrate.api.nvidia.com/v1/chat/completions"
 KINDS = ("prompts", "comparisons")
@@ -112,9 +112,7 @@ def main() -> None:
     generator = Generator(opened.model, args.seed, args.batch_size, args.skip_failed)
     found = candidates(generator, prompts, folder / "cai_candidate_dataset.jsonl")
     if opened.policy is not None and args.judge_model is not None:
-        from nemo_aligner.generate.policy import free
-
-        free(opened.policy)
+        opened.policy.generator.model.clear()
     judge = open_judge(args, trainer)
     results = compare(judge, found, constitution, folder / "cai_preference_dataset.jsonl")
     if is_rank_zero():

@@ -35,10 +35,10 @@ from constitutional import (
 )
 
 from nemo_aligner.core.errors import UserError
-from nemo_aligner.generate.responses import check_writable, replaced
+from nemo_aligner.generate.responses import check_writable, replaced, write_records
 from nemo_aligner.launch.endings import user_errors_end_the_job
 from nemo_aligner.parallel.environment import is_rank_zero
-from nemo_aligner.synthetic import open_records, write_records
+from nemo_aligner.synthetic import open_records
 
 
 def parser() -> ModelParser:

@@ -25,10 +25,10 @@ from nemo_aligner.data.nlp.steerlm import (
     encode_label,
     labelled_conversation,
 )
-from nemo_aligner.generate.responses import check_writable
+from nemo_aligner.generate.responses import check_writable, write_records
 from nemo_aligner.generate.settings import CommandParser
 from nemo_aligner.launch.endings import user_errors_end_the_job
-from nemo_aligner.synthetic import open_records, write_records
+from nemo_aligner.synthetic import open_records
 
 TREES = "2023-04-12_oasst_all.trees.jsonl.gz"
 ADDRESS = f"https://huggingface.co/datasets/OpenAssistant/oasst1/resolve/main/{TREES}"

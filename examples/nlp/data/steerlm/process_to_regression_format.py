@@ -21,16 +21,10 @@ from nemo_aligner.data.nlp.steerlm import (
     read_attributes,
     scored_turns,
 )
-from nemo_aligner.generate.responses import check_writable
+from nemo_aligner.generate.responses import check_writable, write_records
 from nemo_aligner.generate.settings import CommandParser
 from nemo_aligner.launch.endings import user_errors_end_the_job
-from nemo_aligner.synthetic import (
-    add_attributes,
-    add_files,
-    check_conversation,
-    open_records,
-    write_records,
-)
+from nemo_aligner.synthetic import add_attributes, add_files, check_conversation, open_records
 
 
 @user_errors_end_the_job
