@@ -87,23 +87,26 @@ def holds_tokens(name: str) -> bool:
     return name in ("mmap", "packed_jsonl")
 
 
+NO_LABELS = (
+    "holds tokens only, but a regression reward model needs labels; give jsonl files of "
+    '{"text": ..., "label": [number, ...]}'
+)
+NO_PROMPTS = (
+    "holds tokens only, but DPO and KTO need to know where a response begins; give jsonl files, "
+    'of {"prompt": ..., "chosen": ..., "rejected": ...} or {"prompt": ..., "response": ..., '
+    '"preference": ...}; of packed pairs those that they were made of'
+)
+
+
 def check_labels_can_be_read(data_impl: str) -> None:
     if holds_tokens(data_impl):
-        raise ConfigError(
-            f"model.data.data_impl={data_impl} holds tokens only, but a regression reward model "
-            'needs labels; give jsonl files of {"text": ..., "label": [number, ...]}.'
-        )
+        raise ConfigError(f"model.data.data_impl={data_impl} {NO_LABELS}.")
 
 
 def check_prompts_can_be_read(data_impl: str) -> None:
     """Raise `ConfigError` if files of this form do not say where a response begins."""
     if holds_tokens(data_impl):
-        raise ConfigError(
-            f"model.data.data_impl={data_impl} holds tokens only, but DPO and KTO need to know "
-            'where a response begins; give jsonl files, of {"prompt": ..., "chosen": ..., '
-            '"rejected": ...} or {"prompt": ..., "response": ..., "preference": ...}; of packed '
-            "pairs those that they were made of."
-        )
+        raise ConfigError(f"model.data.data_impl={data_impl} {NO_PROMPTS}.")
 
 
 def asked_form(data: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -29,7 +29,6 @@ class _Absent:
         return "ABSENT"
 
 
-LARGEST_PORT = 65535
 RESTORE_KEY = "pretrained_checkpoint.restore_from_path"
 # What records of data files hold: a prompt; a prompt with a response, with two, or with a labelled
 # one; what a reward model learns from; an example with a teacher's logits.
@@ -142,8 +141,9 @@ class Configuration:
         required: keys whose null is refused although the section takes it.
         without: keys of its sections that it does not have.
         bare: sections whose keys are not there until somebody sets them.
-        check: `check(values, dp, ranks)`, its rules across keys: raises `ConfigError`. `dp` is
-            `{"data parallel size": DP}`, empty while that is not known; `ranks` counts processes.
+        rules: across its keys, as for `Values.refuse`; `OWN`: its own section below `model`.
+        check: `check(values, dp, ranks)`, other rules: raises `ConfigError`. `dp` is `{"data
+            parallel size": DP}`, empty while that is not known; `ranks` counts processes.
         restore_key: key that names the weights that it starts from.
         from_scratch: without them it starts from random weights.
         pairs: what `model.micro_batch_size` counts are pairs of samples.
@@ -156,6 +156,7 @@ class Configuration:
     required: frozenset[str] = frozenset()
     without: frozenset[str] = frozenset()
     bare: tuple[str, ...] = ()
+    rules: str = ""
     check: Callable[[Values, dict[str, int], int], None] = lambda values, dp, ranks: None
     restore_key: str = RESTORE_KEY
     from_scratch: bool = False

@@ -113,6 +113,7 @@ def check_values(
                 {job.restore_key}, or train all weights (peft_scheme=none)"""
             )
         _check_training(values, job, dp)
+    values.refuse(job.rules, OWN=f"model.{job.algo}")
     job.check(values, dp, ranks)
 
 

@@ -71,7 +71,7 @@ def entries(table: str) -> list[list[str]]:
     """
     is_one = not table.startswith("\n")
     lines = [table] if is_one else re.split(r"\n(?! )", textwrap.dedent(table).strip())
-    return [" ".join(entry.split()).split(" | ") for entry in lines]
+    return [" ".join(entry.split()).split(" | ") for entry in lines if entry]
 
 
 @functools.cache

@@ -6,15 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from nemo_aligner.config import rollout_rules, server_rules
-from nemo_aligner.config.fields import (
-    ABSENT,
-    LARGEST_PORT,
-    Configuration,
-    Section,
-    inert,
-    key,
-    section,
-)
+from nemo_aligner.config.fields import ABSENT, Configuration, Section, inert, key, section
 from nemo_aligner.config.keys import common, rollouts
 from nemo_aligner.config.keys.data import Lines
 from nemo_aligner.config.keys.model import PolicyPeft, TrainedModel
@@ -361,7 +353,7 @@ class CriticAddress(Section):
     """
 
     ip: str | None = key("localhost")
-    port: int | None = key(5556, at_least=1, at_most=LARGEST_PORT)
+    port: int | None = key(5556, at_least=1, at_most=65535)
     name: CriticNames = section()
 
 

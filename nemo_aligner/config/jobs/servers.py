@@ -5,15 +5,7 @@
 from typing import Any
 
 from nemo_aligner.config import server_rules
-from nemo_aligner.config.fields import (
-    ABSENT,
-    LARGEST_PORT,
-    Configuration,
-    Section,
-    inert,
-    key,
-    section,
-)
+from nemo_aligner.config.fields import ABSENT, Configuration, Section, inert, key, section
 from nemo_aligner.config.keys import common, model
 from nemo_aligner.config.keys.rollouts import RewardFunction
 from nemo_aligner.config.values import Values
@@ -54,7 +46,7 @@ class Listening(Section):
     """
 
     host: str = key("127.0.0.1")
-    port: int = key(5556, at_least=1, at_most=LARGEST_PORT)
+    port: int = key(5556, at_least=1, at_most=65535)
     token_file: str | None = key(None)
     max_request_mb: float | None = key(64, at_least=64, at_most=2047)
     max_queue_delay_microseconds: float = key(0, at_least=0)

@@ -7,26 +7,13 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from nemo_aligner.config.data_rules import check_prompts_can_be_read, check_sft_data
+from nemo_aligner.config import data_rules
 from nemo_aligner.config.fields import ABSENT, Configuration, Section, key, section
-from nemo_aligner.config.keys import common, data
-from nemo_aligner.config.keys.data import Examples, Lines, PackedSet
-from nemo_aligner.config.keys.model import (
-    DEFAULT_MASK_VALUE,
-    Peft,
-    PolicyPeft,
-    RewardHead,
-    TrainedModel,
-)
-from nemo_aligner.config.keys.rollouts import Responses
+from nemo_aligner.config.keys import common, data, model, rollouts
 from nemo_aligner.config.rollout_rules import check_generation, check_reshard
 from nemo_aligner.config.values import Values, is_number
+from nemo_aligner.core import estimators
 from nemo_aligner.core.errors import ConfigError
-from nemo_aligner.core.estimators import (
-    DIRECT_PREFERENCE_LOSSES,
-    LOSS_REDUCTIONS,
-    PREFERENCE_LOSSES,
-)
 
 
 class SFTAlarms(common.Alarms):
@@ -62,12 +49,12 @@ class SFTModel(Section):
 
     restore_from_path: str | None = key(None)
     answer_only_loss: bool = key(True)
-    loss_reduction: str | None = key("token", choices=LOSS_REDUCTIONS)
+    loss_reduction: str | None = key("token", choices=estimators.LOSS_REDUCTIONS)
     steerlm2: SteerLM2 = section()
 
 
 def check(values: Values, dp: dict[str, int], ranks: int) -> None:
-    check_sft_data(values, dp, ("train_ds", "validation_ds"))
+    data_rules.check_sft_data(values, dp, ("train_ds", "validation_ds"))
 
 
 def check_steerlm2(values: Values) -> None:
@@ -90,12 +77,12 @@ SFT_JOB = Configuration(
         **common.TRAINS,
         "trainer.sft": common.SupervisedLoop,
         "trainer.sft.alarms": SFTAlarms,
-        "model": (TrainedModel, SFTModel),
-        "model.peft": PolicyPeft,
-        "model.data": Examples,
-        "model.data.train_ds": PackedSet,
-        "model.data.validation_ds": PackedSet,
-        "model.data.test_ds": PackedSet,
+        "model": (model.TrainedModel, SFTModel),
+        "model.peft": model.PolicyPeft,
+        "model.data": data.Examples,
+        "model.data.train_ds": data.PackedSet,
+        "model.data.validation_ds": data.PackedSet,
+        "model.data.test_ds": data.PackedSet,
     },
     {
         **common.OF_SFT,
@@ -161,28 +148,22 @@ def training_loss(cfg: DictConfig) -> str:
     Raises:
         ConfigError: an unknown loss, or two different ones.
     """
-    known = ("regression", *PREFERENCE_LOSSES)
-    written = {
-        "model.loss_func": cfg.loss_func,
-        "model.regression.loss_func": cfg.regression.loss_func,
-    }
-    for where, name in written.items():
-        if name is not None and name not in known:
-            raise ConfigError(f"{where}={name!r} is not supported; use one of {', '.join(known)}.")
-    name, documented = written.values()
-    if name not in (None, documented) and documented != "regression":
-        raise ConfigError(
-            f"model.loss_func={name} and model.regression.loss_func={documented} contradict "
-            "each other; set only the latter."
+    v, own, documented = Values({"model": cfg}), "model.loss_func", "model.regression.loss_func"
+    for name in (own, documented):
+        v.choice(name, ("regression", *estimators.PREFERENCE_LOSSES))
+    if cfg.loss_func != cfg.regression.loss_func:
+        v.refuse(
+            f"""{own}!=null & {documented}!=regression | and {{}} contradict each other; set only
+            the latter"""
         )
-    return str(documented if name is None else name)
+    return str(v.get(own, v.get(documented)))
 
 
 def learns_labelled_pairs(cfg: DictConfig) -> bool:
     """Whether a model with the complete section `cfg` learns pairs of samples with labels."""
     return (
         reward_model_type(cfg.reward_model_type) is RewardModelType.REGRESSION
-        and training_loss(cfg) in PREFERENCE_LOSSES
+        and training_loss(cfg) in estimators.PREFERENCE_LOSSES
     )
 
 
@@ -191,9 +172,9 @@ REWARD_MODEL_JOB = Configuration(
     {
         **common.FROM_CHECKPOINT,
         "trainer.rm": RMLoop,
-        "model": (TrainedModel, RewardHead, RMModel),
-        "model.peft": Peft,
-        "model.data": Lines,
+        "model": (model.TrainedModel, model.RewardHead, RMModel),
+        "model.peft": model.Peft,
+        "model.data": data.Lines,
     },
     {
         **common.NEW_DATA,
@@ -209,7 +190,7 @@ REWARD_MODEL_JOB = Configuration(
         "model.use_avg_pool": False,
         "model.force_head_dtype": "bfloat16",
         "model.regression.num_attributes": 1,
-        "model.regression.loss_mask_val": DEFAULT_MASK_VALUE,
+        "model.regression.loss_mask_val": model.DEFAULT_MASK_VALUE,
         "model.regression.loss_func": "regression",
         "model.regression.load_rm_head_weights": False,
         **common.below(
@@ -269,16 +250,10 @@ class WeighedPreferences(Preferences):
     ref_log_probs_dir: str | None = key(None)
 
 
-def check_preferences(values: Values, kind: str) -> None:
-    """What DPO and KTO, `kind`, have in common."""
-    section = f"model.{kind}."
-    check_prompts_can_be_read(str(values.get("model.data.data_impl")))
-    check_not_both_0(values, [f"{section}preference_loss_weight", f"{section}sft_loss_weight"])
-
-
-def check_not_both_0(values: Values, weights: list[str]) -> None:
-    if not any(values.get(key) for key in weights):
-        raise ConfigError(f"{' and '.join(weights)} are both 0: nothing would be learned.")
+_PREFERENCE_RULES = f"""
+model.data.data_impl=mmap|packed_jsonl | {data_rules.NO_PROMPTS}
+OWN.preference_loss_weight=0 & OWN.sft_loss_weight=0 | {common.BOTH_0}
+"""
 
 
 class DPO(WeighedPreferences):
@@ -290,7 +265,7 @@ class DPO(WeighedPreferences):
     gt_reward_scale: of `rpo_*`: factor of the rewards in the data
     """
 
-    preference_loss: str = key("dpo", choices=DIRECT_PREFERENCE_LOSSES)
+    preference_loss: str = key("dpo", choices=estimators.DIRECT_PREFERENCE_LOSSES)
     label_smoothing: float = key(0.0, at_least=0, at_most=0.5)
     gt_reward_scale: float = key(1.0)
 
@@ -306,27 +281,21 @@ class Pairs(data.Lines):
     default_rejected_reward: float | None = key(0.0)
 
 
-def check_dpo(values: Values, dp: dict[str, int], ranks: int) -> None:
-    check_preferences(values, "dpo")
-    values.refuse(
-        """model.dpo.label_smoothing & model.dpo.preference_loss!=dpo | belongs to
-        model.dpo.preference_loss=dpo, not {}"""
-    )
-
-
 DPO_JOB = Configuration(
     "gpt_dpo",
     {
         **common.FROM_CHECKPOINT,
         "trainer.dpo": common.SupervisedLoop,
         "trainer.dpo.alarms": PairAlarms,
-        "model": TrainedModel,
+        "model": model.TrainedModel,
         "model.dpo": DPO,
-        "model.peft": Peft,
+        "model.peft": model.Peft,
         "model.data": Pairs,
     },
     common.NEW_DATA | common.wandb("nemo_aligner_dpo", "rlhf_gpt3_dpo"),
-    check=check_dpo,
+    rules=f"""{_PREFERENCE_RULES}
+OWN.label_smoothing & OWN.preference_loss!=dpo | belongs to OWN.preference_loss=dpo, not {{}}
+""",
     pairs=True,
     records="pair",
 )
@@ -342,26 +311,21 @@ class KTO(WeighedPreferences):
     undesirable_loss_weight: float = key(1.0, at_least=0)
 
 
-def check_kto(values: Values, dp: dict[str, int], ranks: int) -> None:
-    check_preferences(values, "kto")
-    check_not_both_0(
-        values, ["model.kto.desirable_loss_weight", "model.kto.undesirable_loss_weight"]
-    )
-
-
 KTO_JOB = Configuration(
     "gpt_kto",
     {
         **common.FROM_CHECKPOINT,
         "trainer.kto": common.SupervisedLoop,
         "trainer.kto.alarms": PreferenceAlarms,
-        "model": TrainedModel,
+        "model": model.TrainedModel,
         "model.kto": KTO,
-        "model.peft": Peft,
+        "model.peft": model.Peft,
         "model.data": data.Lines,
     },
     common.NEW_DATA | common.DATALOADER | common.wandb("nemo_aligner_kto", "rlhf_gpt3_kto"),
-    check=check_kto,
+    rules=f"""{_PREFERENCE_RULES}
+OWN.desirable_loss_weight=0 & OWN.undesirable_loss_weight=0 | {common.BOTH_0}
+""",
     records="labelled",
 )
 
@@ -373,7 +337,7 @@ class SPINAlarms(PairAlarms):
     identical_fraction: float | None = key(0.9, at_least=0, at_most=1)
 
 
-class SPIN(Preferences, Responses):
+class SPIN(Preferences, rollouts.Responses):
     """SPIN.
 
     ref_policy_kl_penalty: beta, as for DPO; a number, or a list with one for each iteration
@@ -404,17 +368,16 @@ def check_spin(v: Values, dp: dict[str, int], ranks: int) -> None:
     _check_penalties(v.get(model + "ref_policy_kl_penalty"), iterations)
     check_generation(v, model)
     check_reshard(v, section, model + "generation.reshard", dp)
-    check_sft_data(v, dp, ("validation_ds",))
+    data_rules.check_sft_data(v, dp, ("validation_ds",))
 
 
 def _check_penalties(given: Any, iterations: int) -> None:
     """Check `model.spin.ref_policy_kl_penalty`, a number or one for each of `iterations`."""
     penalties = given if isinstance(given, list) else [given]
-    for penalty in penalties:
-        if not is_number(penalty) or penalty <= 0:
-            raise ConfigError(
-                f"model.spin.ref_policy_kl_penalty={given} must be a number above 0, or a list."
-            )
+    if not all(is_number(penalty) and penalty > 0 for penalty in penalties):
+        raise ConfigError(
+            f"model.spin.ref_policy_kl_penalty={given} must be a number above 0, or a list."
+        )
     if isinstance(given, list) and len(given) < iterations:
         raise ConfigError(
             f"model.spin.ref_policy_kl_penalty={given} has {len(given)} value(s) for "
@@ -427,9 +390,9 @@ SPIN_JOB = Configuration(
     {
         **common.FROM_CHECKPOINT,
         "trainer.spin": SPINLoop,
-        "model": TrainedModel,
+        "model": model.TrainedModel,
         "model.spin": SPIN,
-        "model.peft": PolicyPeft,
+        "model.peft": model.PolicyPeft,
         "model.data": data.Examples,
         "model.data.train_ds": data.ShuffledSet,
         "model.data.validation_ds": data.SizedSet,
