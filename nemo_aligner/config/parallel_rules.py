@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from nemo_aligner.config.values import Values, require_multiple
+from nemo_aligner.config.values import Values, require_multiple, require_one_of
 from nemo_aligner.core.errors import ConfigError
 
 Devices = int | str | list[int]  # `trainer.devices`
@@ -108,19 +108,13 @@ def default_precision(accelerator: str = "auto") -> str | int:
 
 def dtype_name(precision: str | int) -> str:
     """The value of `PRECISIONS`; of another precision `ConfigError`."""
-    name = PRECISIONS.get(str(precision).lower())
-    if name is None:
-        raise ConfigError(
-            f"trainer.precision={precision} is not supported; use one of {', '.join(PRECISIONS)}."
-        )
-    return name
+    name = str(precision).lower()
+    require_one_of("trainer.precision", name, PRECISIONS)
+    return PRECISIONS[name]
 
 
 def check_accelerator(accelerator: str, devices: Devices, visible_devices: int) -> None:
-    if accelerator not in ACCELERATORS:
-        raise ConfigError(
-            f"trainer.accelerator={accelerator!r} must be one of {', '.join(ACCELERATORS)}."
-        )
+    require_one_of("trainer.accelerator", accelerator, ACCELERATORS)
     if accelerator in ("gpu", "cuda") and visible_devices == 0:
         raise ConfigError(
             f"trainer.accelerator={accelerator}, but PyTorch sees no CUDA device on this machine "

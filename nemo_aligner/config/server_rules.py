@@ -24,7 +24,7 @@ from nemo_aligner.config import access
 from nemo_aligner.config.access import REWARD_TOKEN_VARIABLE as TOKEN
 from nemo_aligner.config.fields import Configuration
 from nemo_aligner.config.keys.rollouts import Judge, RewardAddress
-from nemo_aligner.config.values import Values, is_number
+from nemo_aligner.config.values import Values, is_number, require_one_of
 from nemo_aligner.core.errors import ConfigError
 
 FRONTENDS = ("triton", "asgi")
@@ -35,8 +35,7 @@ def read_frontend(
     frontend: str, certificate: str | None, key: str | None
 ) -> ssl.SSLContext | None:
     """Check the section `server`; returns how a server encrypts, None if it does not."""
-    if frontend not in FRONTENDS:
-        raise ConfigError(f"server.frontend={frontend!r} must be one of {', '.join(FRONTENDS)}.")
+    require_one_of("server.frontend", frontend, FRONTENDS)
     if frontend == "triton" and importlib.util.find_spec("pytriton") is None:
         raise ConfigError(
             "server.frontend=triton needs pytriton, which is not installed: pip install "

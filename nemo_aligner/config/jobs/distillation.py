@@ -42,7 +42,7 @@ class OnPolicy(Section):
     length_params: rollouts.LengthParams = section()
 
 
-class Student(Section):
+class Student(TrainedModel):
     """The student.
 
     loss_reduction: **new**, as for SFT
@@ -130,7 +130,7 @@ STUDENT_JOB = Configuration(
         "trainer.knowledge_distillation": common.SupervisedLoop,
         "trainer.knowledge_distillation.alarms": KDAlarms,
         "remote_teacher": rollouts.RemoteTeacher,
-        "model": (TrainedModel, Student),
+        "model": Student,
         "model.knowledge_distillation": Distillation,
         "model.peft": PolicyPeft,
         "model.data": TeacherLines,

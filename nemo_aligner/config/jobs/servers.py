@@ -63,7 +63,7 @@ class Inference(Listening):
     model_name: str = key("reward_model")
 
 
-class CriticModel(Section):
+class CriticModel(model.RewardHead, model.TrainedModel):
     """The critic.
 
     loss_clip_val: clip range of the values; 0: no clipping
@@ -114,7 +114,7 @@ CRITIC_JOB = Configuration(
         common.PARAMS: CriticCheckpoints,
         "trainer.ppo": CriticServer,
         "server": Server,
-        "model": (model.TrainedModel, model.RewardHead, CriticModel),
+        "model": CriticModel,
         "model.peft": model.Peft,
     },
     {
@@ -142,7 +142,7 @@ class RewardModelFile(Section):
     rm_model_file: str | None = key(None)
 
 
-class RewardServerModel(model.Model):
+class RewardServerModel(model.RewardHead, model.Model):
     """A model that a reward server serves."""
 
     global_batch_size: Any = inert(0)
@@ -181,7 +181,7 @@ REWARD_SERVER_JOB = Configuration(
         "trainer": common.ServerMachines,
         "server": Server,
         "inference": RewardInference,
-        "model": (RewardServerModel, model.RewardHead),
+        "model": RewardServerModel,
     },
     {
         "inference.port": 5555,

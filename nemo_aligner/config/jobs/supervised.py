@@ -11,7 +11,7 @@ from nemo_aligner.config import data_rules
 from nemo_aligner.config.fields import ABSENT, Configuration, Section, key, section
 from nemo_aligner.config.keys import common, data, model, rollouts
 from nemo_aligner.config.rollout_rules import check_generation, check_reshard
-from nemo_aligner.config.values import Values, is_number
+from nemo_aligner.config.values import Values, is_number, require_one_of
 from nemo_aligner.core import estimators
 from nemo_aligner.core.errors import ConfigError
 
@@ -38,7 +38,7 @@ class SteerLM2(Section):
     forward_micro_batch_size: int = key(1, at_least=1)
 
 
-class SFTModel(Section):
+class SFTModel(model.TrainedModel):
     """SFT.
 
     restore_from_path: base model; null: random weights. NeMo-Aligner: required
@@ -77,7 +77,7 @@ SFT_JOB = Configuration(
         **common.TRAINS,
         "trainer.sft": common.SupervisedLoop,
         "trainer.sft.alarms": SFTAlarms,
-        "model": (model.TrainedModel, SFTModel),
+        "model": SFTModel,
         "model.peft": model.PolicyPeft,
         "model.data": data.Examples,
         "model.data.train_ds": data.PackedSet,
@@ -103,7 +103,7 @@ SFT_JOB = Configuration(
 )
 
 
-class RMModel(Section):
+class RMModel(model.RewardHead, model.TrainedModel):
     """Reward models.
 
     loss_func: the same; NeMo-Aligner's documentation has the key above, its code read this one
@@ -129,13 +129,10 @@ class RewardModelType(Enum):
 
 def reward_model_type(name: str | None) -> RewardModelType:
     """The kind that `model.reward_model_type` names, or `ConfigError`; None: binary ranking."""
-    try:
-        return RewardModelType.BINARY_RANKING if name is None else RewardModelType(name)
-    except ValueError:
-        available = ", ".join(kind.value for kind in RewardModelType)
-        raise ConfigError(
-            f"model.reward_model_type={name!r} is not supported; use {available}."
-        ) from None
+    kinds = {kind.value: kind for kind in RewardModelType}
+    if name is not None:
+        require_one_of("model.reward_model_type", name, kinds)
+    return RewardModelType.BINARY_RANKING if name is None else kinds[name]
 
 
 def training_loss(cfg: DictConfig) -> str:
@@ -172,7 +169,7 @@ REWARD_MODEL_JOB = Configuration(
     {
         **common.FROM_CHECKPOINT,
         "trainer.rm": RMLoop,
-        "model": (model.TrainedModel, model.RewardHead, RMModel),
+        "model": RMModel,
         "model.peft": model.Peft,
         "model.data": data.Lines,
     },
@@ -256,6 +253,21 @@ OWN.preference_loss_weight=0 & OWN.sft_loss_weight=0 | {common.BOTH_0}
 """
 
 
+def _of_preferences(
+    algo: str, own: type, lines: type, alarms: type, loop: type = common.SupervisedLoop
+) -> dict[str, type]:
+    """The sections of a job that learns from preferences; `own`: its own below `model`."""
+    return {
+        **common.FROM_CHECKPOINT,
+        f"trainer.{algo}": loop,
+        f"trainer.{algo}.alarms": alarms,
+        "model": model.TrainedModel,
+        f"model.{algo}": own,
+        "model.peft": model.Peft,
+        "model.data": lines,
+    }
+
+
 class DPO(WeighedPreferences):
     """DPO.
 
@@ -283,15 +295,7 @@ class Pairs(data.Lines):
 
 DPO_JOB = Configuration(
     "gpt_dpo",
-    {
-        **common.FROM_CHECKPOINT,
-        "trainer.dpo": common.SupervisedLoop,
-        "trainer.dpo.alarms": PairAlarms,
-        "model": model.TrainedModel,
-        "model.dpo": DPO,
-        "model.peft": model.Peft,
-        "model.data": Pairs,
-    },
+    _of_preferences("dpo", DPO, Pairs, PairAlarms),
     common.NEW_DATA | common.wandb("nemo_aligner_dpo", "rlhf_gpt3_dpo"),
     rules=f"""{_PREFERENCE_RULES}
 OWN.label_smoothing & OWN.preference_loss!=dpo | belongs to OWN.preference_loss=dpo, not {{}}
@@ -313,15 +317,7 @@ class KTO(WeighedPreferences):
 
 KTO_JOB = Configuration(
     "gpt_kto",
-    {
-        **common.FROM_CHECKPOINT,
-        "trainer.kto": common.SupervisedLoop,
-        "trainer.kto.alarms": PreferenceAlarms,
-        "model": model.TrainedModel,
-        "model.kto": KTO,
-        "model.peft": model.Peft,
-        "model.data": data.Lines,
-    },
+    _of_preferences("kto", KTO, data.Lines, PreferenceAlarms),
     common.NEW_DATA | common.DATALOADER | common.wandb("nemo_aligner_kto", "rlhf_gpt3_kto"),
     rules=f"""{_PREFERENCE_RULES}
 OWN.desirable_loss_weight=0 & OWN.undesirable_loss_weight=0 | {common.BOTH_0}
@@ -359,7 +355,6 @@ class SPINLoop(common.SupervisedLoop):
 
     max_epochs: int = key(1, at_least=1)
     max_iterations: int = key(3, at_least=1)
-    alarms: SPINAlarms | None = section()
 
 
 def check_spin(v: Values, dp: dict[str, int], ranks: int) -> None:
@@ -388,12 +383,8 @@ def _check_penalties(given: Any, iterations: int) -> None:
 SPIN_JOB = Configuration(
     "gpt_spin",
     {
-        **common.FROM_CHECKPOINT,
-        "trainer.spin": SPINLoop,
-        "model": model.TrainedModel,
-        "model.spin": SPIN,
+        **_of_preferences("spin", SPIN, data.Examples, SPINAlarms, SPINLoop),
         "model.peft": model.PolicyPeft,
-        "model.data": data.Examples,
         "model.data.train_ds": data.ShuffledSet,
         "model.data.validation_ds": data.SizedSet,
     },
