@@ -59,12 +59,12 @@ def _read(text: str, job: Configuration | None = None) -> dict[str, Inert]:
     for *jobs, reason, words in entries(text):
         if jobs and job and job.name not in jobs[0].split():
             continue
-        sections = {""}
+        sections = [""]
         for word in words.split():
             name, sign, values = word.partition("=")
             if name.endswith(":"):
                 name = name.replace(":", ".")
-                sections = {name.replace("<split>", split) for split in _SPLITS}
+                sections = list(dict.fromkeys(name.replace("<split>", s) for s in _SPLITS))
             else:
                 inert = Inert(reason, _neutral(values) if sign else ())
                 found |= {section + name: inert for section in sections}

@@ -113,9 +113,10 @@ def check_reshard(v: Values, section: str, key: str, dp: dict[str, int]) -> None
         v.choice(key, ("none", "auto"))
     value = asked_reshard(v.get(key.removesuffix(".generation.reshard")))
     if value not in (None, "none"):
+        shown = str(value).replace("'", "")  # as a command writes it
         v.refuse(
             f"""model.peft.merge_for_generation=false & model.peft.peft_scheme!=none | keeps
-            adapters apart, but {{{key}}} moves weights that contain them; set
+            adapters apart, but {key}={shown} moves weights that contain them; set
             model.peft.merge_for_generation=True, or {key}=none"""
         )
 

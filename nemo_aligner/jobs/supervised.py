@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
 
-from nemo_aligner.config.defaults import complete_config
 from nemo_aligner.config.jobs.supervised import (
     check_steerlm2,
     learns_labelled_pairs,
@@ -49,11 +48,7 @@ def train_sft(cfg: DictConfig) -> None:
     train_supervised(cfg, job, model, loaders)
 
 
-def _check_steerlm2(cfg: DictConfig) -> None:
-    check_steerlm2(Values(resolved(complete_config(cfg, "gpt_sft"))))
-
-
-@job_main("gpt_sft", check=_check_steerlm2)
+@job_main("gpt_sft", check=lambda cfg: check_steerlm2(Values(resolved(cfg))))
 def train_steerlm2(cfg: DictConfig) -> None:
     r"""SteerLM 2.0: a policy learns from its own responses, by their attributes.
 

@@ -195,6 +195,8 @@ REWARD_MODEL_JOB = Configuration(
         ),
     },
     without=frozenset(["model.data.allow_empty_prompt"]),
+    rules=f"""model.data.data_impl={data_rules.TOKENS} & model.reward_model_type=regression |
+    {data_rules.NO_LABELS}""",
     from_scratch=True,
     pairs=True,
     records="scored",
@@ -248,7 +250,7 @@ class WeighedPreferences(Preferences):
 
 
 _PREFERENCE_RULES = f"""
-model.data.data_impl=mmap|packed_jsonl | {data_rules.NO_PROMPTS}
+model.data.data_impl={data_rules.TOKENS} | {data_rules.NO_PROMPTS}
 OWN.preference_loss_weight=0 & OWN.sft_loss_weight=0 | {common.BOTH_0}
 """
 
