@@ -249,12 +249,6 @@ def _hints(section_class: type) -> dict[str, Any]:
     return typing.get_type_hints(section_class)
 
 
-def _kinds(section_class: type, field: str) -> tuple[Any, ...]:
-    hint = _hints(section_class)[field]
-    is_union = typing.get_origin(hint) in (types.UnionType, typing.Union)
-    return typing.get_args(hint) if is_union else (hint,)
-
-
 def _is_section(kind: Any) -> bool:
     return isinstance(kind, type) and issubclass(kind, Section)
 
@@ -263,13 +257,14 @@ def _contents(section_class: type, name: str) -> Iterator[tuple[str, Key | type]
     """A section, what it holds, and what its own sections hold, by their dotted names."""
     yield name, section_class
     for field, given in fields_of(section_class).items():
-        kinds, own, more = _kinds(section_class, field), f"{name}.{field}".lstrip("."), dict(given)
-        kind = kinds[0]
+        hint, own, more = _hints(section_class)[field], f"{name}.{field}".lstrip("."), dict(given)
+        is_union = typing.get_origin(hint) in (types.UnionType, typing.Union)
+        kind, *others = typing.get_args(hint) if is_union else (hint,)
         if _is_section(kind):
             yield from _contents(kind, own)
             continue
         required = more.pop("required")
-        nullable = type(None) in kinds or (kind is Any and not required)
+        nullable = type(None) in others or (kind is Any and not required)
         is_literal = typing.get_origin(kind) is Literal
         choices = more.pop("choices", typing.get_args(kind) if is_literal else ())
         yield own, Key(own, section_class, kind, nullable, choices, **more)

@@ -192,10 +192,3 @@ def check_responses_differ(v: Values, model: str, key: str | None = None) -> Non
         same with {}; sample, or draw one response""",
         **{"KEY": key or f"{model}num_rollouts_per_prompt", "SAMPLING": f"{model}sampling_params"},
     )
-
-
-def check_compares_responses(name: str, key: str, responses: int) -> None:
-    if responses < 2:
-        raise ConfigError(
-            f"{name} compares the responses to a prompt, but {key}={responses}; raise it."
-        )

@@ -102,9 +102,6 @@ class CriticCheckpoints(common.CheckpointParams):
 def check_critic(values: Values, dp: dict[str, int], ranks: int) -> None:
     server_rules.check_serving(values, "trainer.ppo")
     server_rules.check_reward_standardization(values.get("model"))
-    values.refuse(
-        "model.save_hf=true | writes at the end, which a server has not; use every_checkpoint"
-    )
 
 
 CRITIC_JOB = Configuration(
@@ -128,6 +125,7 @@ CRITIC_JOB = Configuration(
     },
     # A critic serves until it is stopped: it has neither a time limit nor an end of training.
     without=frozenset(("trainer.max_time", "exp_manager.max_time_per_run")),
+    rules="model.save_hf=true | writes at the end, which a server has not; use every_checkpoint",
     check=check_critic,
 )
 
@@ -162,11 +160,6 @@ def check_reward_server(v: Values, dp: dict[str, int], ranks: int) -> None:
     server_rules.check_serving(v, "inference")
     server_rules.check_reward_standardization(v.get("model"))
     server_rules.check_kind_of_rewards(v, "inference")
-    v.refuse(
-        """inference.reward_fn!=null & rm_model_file=null & model.tokenizer.library=null | reads
-        text, so it needs the tokenizer of the policy that it judges: set rm_model_file to the
-        policy's .nemo, or model.tokenizer"""
-    )
     if ranks > 1:
         v.refuse(
             f"""inference.reward_fn!=null | is served by one process, but the job has {ranks}
@@ -194,6 +187,9 @@ REWARD_SERVER_JOB = Configuration(
         **common.TOKENIZER,
         **common.NO_RECOMPUTATION,
     },
+    rules="""inference.reward_fn!=null & rm_model_file=null & model.tokenizer.library=null | reads
+        text, so it needs the tokenizer of the policy that it judges: set rm_model_file to the
+        policy's .nemo, or model.tokenizer""",
     check=check_reward_server,
     restore_key="rm_model_file",
 )

@@ -53,10 +53,6 @@ class SFTModel(model.TrainedModel):
     steerlm2: SteerLM2 = section()
 
 
-def check(values: Values, dp: dict[str, int], ranks: int) -> None:
-    data_rules.check_sft_data(values, dp, ("train_ds", "validation_ds"))
-
-
 def check_steerlm2(values: Values) -> None:
     """Raise `ConfigError` unless a checked job of `gpt_sft.yaml` can train SteerLM 2.0."""
     values.refuse("""
@@ -95,7 +91,7 @@ SFT_JOB = Configuration(
         **common.below("model.data.validation_ds", common.VALIDATION_SET | _SIZES),
     },
     required=common.VALIDATION_SIZES,
-    check=check,
+    check=lambda v, dp, ranks: data_rules.check_sft_data(v, dp, ("train_ds", "validation_ds")),
     restore_key="model.restore_from_path",
     from_scratch=True,
     records="example",
