@@ -5,16 +5,11 @@
 from collections.abc import Mapping
 from typing import Any
 
-from nemo_aligner.config import access
+from nemo_aligner.config import access, server_rules
 from nemo_aligner.config.fields import Configuration
 from nemo_aligner.config.keys.common import PARALLEL
 from nemo_aligner.config.keys.rollouts import Environment
 from nemo_aligner.config.parallel_rules import EP_REMEDY
-from nemo_aligner.config.server_rules import (
-    check_kind_of_rewards,
-    read_reward_models,
-    read_web_rewards,
-)
 from nemo_aligner.config.values import Values, require_multiple
 from nemo_aligner.core.errors import ConfigError
 
@@ -43,7 +38,7 @@ def check_policy(v: Values, kind: str, remote: str, dp: dict[str, int], per_prom
     queue, experts = f"{section}batch_iterator.use_flask", "model.expert_model_parallel_size"
     check_shared_queue(section, v.get(queue), v.get(experts, 1))
     check_remote(v, remote)
-    read_reward_models(v.get(remote), remote)
+    server_rules.read_reward_models(v.get(remote), remote)
     name, kept = model + "num_rollout_samples", v.size(per_prompt)
     samples, batch = v.size(name) * kept, v.size("model.global_batch_size")
     name += f" x {per_prompt}={kept}" if kept > 1 else ""
@@ -74,8 +69,8 @@ SOURCE & REMOTE.reward_models | gives the rewards, so REMOTE.reward_models would
 def _check_own_rewards(v: Values, kind: str, remote: str) -> None:
     """Check what gives the rewards in the job, and that nothing beside it does."""
     section, environment = f"trainer.{kind}", f"model.{kind}.environment"
-    check_kind_of_rewards(v, section)
-    read_web_rewards(v.get(section), section)
+    server_rules.check_kind_of_rewards(v, section)
+    server_rules.read_web_rewards(v.get(section), section)
     v.refuse(
         _REWARD_RULES,
         SOURCE="JOB.reward_fn or JOB.judge.url or ENV.path or ENV.port",

@@ -13,7 +13,6 @@ from nemo_aligner.config.keys import common, data, model, rollouts
 from nemo_aligner.config.rollout_rules import check_generation, check_reshard
 from nemo_aligner.config.values import Values, is_number, require_one_of
 from nemo_aligner.core import estimators
-from nemo_aligner.core.errors import ConfigError
 
 
 class SFTAlarms(common.Alarms):
@@ -357,25 +356,20 @@ class SPINLoop(common.SupervisedLoop):
 
 def check_spin(v: Values, dp: dict[str, int], ranks: int) -> None:
     section, model = "trainer.spin.", "model.spin."
-    iterations = v.size(section + "max_iterations")
-    _check_penalties(v.get(model + "ref_policy_kl_penalty"), iterations)
+    betas, iterations = model + "ref_policy_kl_penalty", v.size(section + "max_iterations")
+    given = v.get(betas)
+    penalties = given if isinstance(given, list) else [given] * iterations
+    if not all(is_number(penalty) and penalty > 0 for penalty in penalties):
+        raise v.error(betas, "must be a number above 0, or a list.")
+    if len(penalties) < iterations:
+        raise v.error(
+            betas,
+            f"has {len(penalties)} value(s) for trainer.spin.max_iterations={iterations}; give "
+            "one number, or one for each.",
+        )
     check_generation(v, model)
     check_reshard(v, section, model + "generation.reshard", dp)
     data_rules.check_sft_data(v, dp, ("validation_ds",))
-
-
-def _check_penalties(given: Any, iterations: int) -> None:
-    """Check `model.spin.ref_policy_kl_penalty`, a number or one for each of `iterations`."""
-    penalties = given if isinstance(given, list) else [given]
-    if not all(is_number(penalty) and penalty > 0 for penalty in penalties):
-        raise ConfigError(
-            f"model.spin.ref_policy_kl_penalty={given} must be a number above 0, or a list."
-        )
-    if isinstance(given, list) and len(given) < iterations:
-        raise ConfigError(
-            f"model.spin.ref_policy_kl_penalty={given} has {len(given)} value(s) for "
-            f"trainer.spin.max_iterations={iterations}; give one number, or one for each."
-        )
 
 
 SPIN_JOB = Configuration(
