@@ -35,7 +35,7 @@ from nemo_aligner.algorithms.rollouts import (
 )
 from nemo_aligner.algorithms.training_loop import Parts
 from nemo_aligner.config.defaults import complete
-from nemo_aligner.config.rollout_rules import check_compares_responses
+from nemo_aligner.config.values import Values
 from nemo_aligner.core.advantages import calculate_rloo_baseline
 from nemo_aligner.core.interfaces import (
     CheckpointWriter,
@@ -83,7 +83,7 @@ class ReinforceTrainer(PolicyGradientTrainer):
         values of `trainer.reinforce` and `model.reinforce` that cannot work together.
         """
         cfg = complete(cfg, "gpt_reinforce_actor", "trainer.reinforce")
-        check_compares_responses("REINFORCE", RESPONSES_KEY, cfg.num_rollouts_per_prompt)
+        Values({"trainer": {"reinforce": cfg}}).size(RESPONSES_KEY, 2)
         parts = Parts(cfg, model, optimizer, scheduler, logger, ckpt_callback, run_timer)
         loaders = train_dataloader_builder, val_dataloader_builder
         prompts = PromptParts(*loaders, collate_fn, batch_iterator_cls)

@@ -33,11 +33,8 @@ CHECKED = "nemo_aligner_checked"
 # wrong; unrelated names rarely share three of four.
 ALIKE = 0.75
 LIGHTNING_KEYS = {"trainer.max_epochs", "trainer.max_steps"}  # not what a job goes by
-BASES = {
-    *rules.RESTORE_KEYS.values(),
-    rules.RESTORE_KEY,
-    rules.RESTORE_KEY.split(".")[0],
-}  # of one job or another
+# What one job or another starts from.
+BASES = {*rules.RESTORE_KEYS.values(), rules.RESTORE_KEY, "pretrained_checkpoint"}
 # Names of keys in other libraries, and what they are called here.
 COMMON_NAMES = dict(
     pair.split("=")

@@ -4,6 +4,7 @@
 
 import datetime
 from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ DATA_IMPLS = {
     "mmap": "tokens: an indexed dataset of Megatron (<prefix>.bin and <prefix>.idx)",
     "packed_jsonl": "tokens: an array of NumPy (.npy)",
 }
+TOKENS = "mmap|packed_jsonl"  # those of tokens
 PARTS = ("train", "validation", "test")  # of data
 # Forms of NeMo-Aligner that are refused, with what replaces them.
 OTHER_DATA_IMPLS = {"chunked_jsonl": "name the chunks as a list of files with data_impl=jsonl"}
@@ -68,13 +70,11 @@ def line_ends(text: str) -> str:
 
 
 def _check_packed(values: Values, split: str) -> None:
-    if not values.get(f"{split}.packed_sequence"):
-        return
     values.refuse(
         f"""{split}.packed_sequence & model.context_parallel_size>1 | with {{}}: set one of them to
         False or 1"""
     )
-    files = values.get(f"{split}.file_path")
+    files = values.get(f"{split}.file_path") if values.get(f"{split}.packed_sequence") else None
     for name in [files] if isinstance(files, str) else list(files or []):
         if str(name).endswith(".npy"):
             raise ConfigError(
@@ -84,26 +84,28 @@ def _check_packed(values: Values, split: str) -> None:
 
 
 def holds_tokens(name: str) -> bool:
-    return name in ("mmap", "packed_jsonl")
+    return name in TOKENS.split("|")
 
 
-def check_labels_can_be_read(data_impl: str) -> None:
+NO_LABELS = (
+    "holds tokens only, but a regression reward model needs labels; give jsonl files of "
+    '{"text": ..., "label": [number, ...]}'
+)
+NO_PROMPTS = (
+    "holds tokens only, but DPO and KTO need to know where a response begins; give jsonl files, "
+    'of {"prompt": ..., "chosen": ..., "rejected": ...} or {"prompt": ..., "response": ..., '
+    '"preference": ...}; of packed pairs those that they were made of'
+)
+
+
+def _check_texts(data_impl: str, needed: str) -> None:
+    """Raise `ConfigError` if files of this form hold tokens, and not what is `needed`."""
     if holds_tokens(data_impl):
-        raise ConfigError(
-            f"model.data.data_impl={data_impl} holds tokens only, but a regression reward model "
-            'needs labels; give jsonl files of {"text": ..., "label": [number, ...]}.'
-        )
+        raise ConfigError(f"model.data.data_impl={data_impl} {needed}.")
 
 
-def check_prompts_can_be_read(data_impl: str) -> None:
-    """Raise `ConfigError` if files of this form do not say where a response begins."""
-    if holds_tokens(data_impl):
-        raise ConfigError(
-            f"model.data.data_impl={data_impl} holds tokens only, but DPO and KTO need to know "
-            'where a response begins; give jsonl files, of {"prompt": ..., "chosen": ..., '
-            '"rejected": ...} or {"prompt": ..., "response": ..., "preference": ...}; of packed '
-            "pairs those that they were made of."
-        )
+check_labels_can_be_read = partial(_check_texts, needed=NO_LABELS)
+check_prompts_can_be_read = partial(_check_texts, needed=NO_PROMPTS)
 
 
 def asked_form(data: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -135,12 +137,8 @@ DATA.data_impl=TOKENS & DATA.chat_template | holds tokens, which have no place f
 
 def check_chat(data: Mapping[str, Any]) -> None:
     """Refuse two forms of conversations in a section `model.data`, or one that cannot be."""
-    v, template, date = (
-        Values({"model": {"data": data}}),
-        data.get("chat_template"),
-        data.get("chat_date"),
-    )
-    v.refuse(_CHAT_RULES, DATA="model.data", TOKENS="mmap|packed_jsonl")
+    template, date = data.get("chat_template"), data.get("chat_date")
+    Values({"model": {"data": data}}).refuse(_CHAT_RULES, DATA="model.data", TOKENS=TOKENS)
     try:
         datetime.date.fromisoformat(str(date or "2000-01-01"))
     except ValueError:

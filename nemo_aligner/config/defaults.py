@@ -27,7 +27,7 @@ from omegaconf.errors import OmegaConfBaseException
 from nemo_aligner.config.fields import ABSENT, Configuration, tree_of
 from nemo_aligner.config.jobs import JOBS
 from nemo_aligner.config.jobs.supervised import RMModel
-from nemo_aligner.config.keys.model import RewardHead, TrainedModel
+from nemo_aligner.config.keys.model import TrainedModel
 from nemo_aligner.config.schema import ARCHITECTURE_KEYS, FREE, REQUIRED
 from nemo_aligner.config.values import Values, laid_over, leaves, plain_dict
 from nemo_aligner.core.errors import ConfigError
@@ -233,13 +233,13 @@ def _copy(cfg: DictConfig | dict) -> DictConfig:
 
 @functools.cache
 def _fallback_keys() -> frozenset[str]:
-    return frozenset(dict(leaves(_fallbacks(TrainedModel, RewardHead, RMModel), "model.")))
+    return frozenset(dict(leaves(_fallbacks(RMModel), "model.")))
 
 
 @functools.cache
-def _fallbacks(*sections: type) -> dict[str, Any]:
-    """The values of models with these sections that nobody gives; not to be changed."""
-    keys = Configuration("", {"": sections}).keys
+def _fallbacks(model: type) -> dict[str, Any]:
+    """The values of models with this section that nobody gives; not to be changed."""
+    keys = Configuration("", {"": model}).keys
     return tree_of({name: key.fallback for name, key in keys.items()})
 
 
@@ -250,5 +250,5 @@ def _section_tree(config_name: str | None) -> dict[str, Any]:
     for key in ("precision", "optim"):  # a section alone does not take them from there
         tree.get("model", {}).pop(key, None)
     of_language_model = config_name and "model.reward_model_type" not in JOBS[config_name].keys
-    fallbacks = _fallbacks(TrainedModel, *(() if of_language_model else (RewardHead, RMModel)))
+    fallbacks = _fallbacks(TrainedModel if of_language_model else RMModel)
     return laid_over(tree, tree_of(_missing(tree, {"model": fallbacks}, lambda *_: True)))

@@ -29,7 +29,6 @@ class _Absent:
         return "ABSENT"
 
 
-LARGEST_PORT = 65535
 RESTORE_KEY = "pretrained_checkpoint.restore_from_path"
 # What records of data files hold: a prompt; a prompt with a response, with two, or with a labelled
 # one; what a reward model learns from; an example with a teacher's logits.
@@ -137,13 +136,14 @@ class Configuration:
 
     Attributes:
         name: of its file in conf/, without its ending.
-        sections: dotted name of a section -> its classes; "": keys that are in none.
+        sections: dotted name of a section -> its class; "": keys that are in none.
         defaults: dotted key -> its default, where it is not that of the section.
         required: keys whose null is refused although the section takes it.
         without: keys of its sections that it does not have.
         bare: sections whose keys are not there until somebody sets them.
-        check: `check(values, dp, ranks)`, its rules across keys: raises `ConfigError`. `dp` is
-            `{"data parallel size": DP}`, empty while that is not known; `ranks` counts processes.
+        rules: across its keys, as for `Values.refuse`; `OWN`: its own section below `model`.
+        check: `check(values, dp, ranks)`, other rules: raises `ConfigError`. `dp` is `{"data
+            parallel size": DP}`, empty while that is not known; `ranks` counts processes.
         restore_key: key that names the weights that it starts from.
         from_scratch: without them it starts from random weights.
         pairs: what `model.micro_batch_size` counts are pairs of samples.
@@ -151,28 +151,21 @@ class Configuration:
     """
 
     name: str
-    sections: Mapping[str, type | tuple[type, ...]]
+    sections: Mapping[str, type]
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     required: frozenset[str] = frozenset()
     without: frozenset[str] = frozenset()
     bare: tuple[str, ...] = ()
+    rules: str = ""
     check: Callable[[Values, dict[str, int], int], None] = lambda values, dp, ranks: None
     restore_key: str = RESTORE_KEY
     from_scratch: bool = False
     pairs: bool = False
     records: str = ""
 
-    @property
-    def _classes(self) -> Iterator[tuple[str, type]]:
-        for name, classes in self.sections.items():
-            for each in classes if isinstance(classes, tuple) else (classes,):
-                yield name, each
-
     @functools.cached_property
     def keys(self) -> dict[str, Key]:
-        found: dict[str, Key] = {}
-        for name, each in self._classes:
-            found |= {key.name: key for key in _keys(each, f"{name}." if name else "")}
+        found = {name: each for name, each in self._contents() if isinstance(each, Key)}
         assert self.records in ("", *RECORDS)
         assert {*self.without, *self.required, *self.defaults} <= set(found)
         bare = tuple(f"{name}." for name in self.bare)
@@ -188,7 +181,11 @@ class Configuration:
     @functools.cached_property
     def section_classes(self) -> dict[str, type]:
         """The sections by their dotted names, also those that are in others."""
-        return {own: kind for name, each in self._classes for own, kind in _sections(each, name)}
+        return {name: each for name, each in self._contents() if isinstance(each, type)}
+
+    def _contents(self) -> Iterator[tuple[str, Key | type]]:
+        for name, each in self.sections.items():
+            yield from _contents(each, name)
 
     @functools.cached_property
     def algo(self) -> str | None:
@@ -252,33 +249,22 @@ def _hints(section_class: type) -> dict[str, Any]:
     return typing.get_type_hints(section_class)
 
 
-def _kinds(section_class: type, field: str) -> tuple[Any, ...]:
-    hint = _hints(section_class)[field]
-    is_union = typing.get_origin(hint) in (types.UnionType, typing.Union)
-    return typing.get_args(hint) if is_union else (hint,)
-
-
 def _is_section(kind: Any) -> bool:
     return isinstance(kind, type) and issubclass(kind, Section)
 
 
-def _sections(section_class: type, name: str) -> Iterator[tuple[str, type]]:
+def _contents(section_class: type, name: str) -> Iterator[tuple[str, Key | type]]:
+    """A section, what it holds, and what its own sections hold, by their dotted names."""
     yield name, section_class
-    for field in fields_of(section_class):
-        kind = _kinds(section_class, field)[0]
-        if _is_section(kind):
-            yield from _sections(kind, f"{name}.{field}".lstrip("."))
-
-
-def _keys(section_class: type, prefix: str) -> Iterator[Key]:
     for field, given in fields_of(section_class).items():
-        kinds, name = _kinds(section_class, field), f"{prefix}{field}"
-        kind, more = kinds[0], dict(given)
+        hint, own, more = _hints(section_class)[field], f"{name}.{field}".lstrip("."), dict(given)
+        is_union = typing.get_origin(hint) in (types.UnionType, typing.Union)
+        kind, *others = typing.get_args(hint) if is_union else (hint,)
         if _is_section(kind):
-            yield from _keys(kind, f"{name}.")
+            yield from _contents(kind, own)
             continue
         required = more.pop("required")
-        nullable = type(None) in kinds or (kind is Any and not required)
+        nullable = type(None) in others or (kind is Any and not required)
         is_literal = typing.get_origin(kind) is Literal
         choices = more.pop("choices", typing.get_args(kind) if is_literal else ())
-        yield Key(name, section_class, kind, nullable, choices, **more)
+        yield own, Key(own, section_class, kind, nullable, choices, **more)

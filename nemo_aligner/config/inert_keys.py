@@ -14,7 +14,7 @@ that are refused.
 """
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import yaml
@@ -59,12 +59,12 @@ def _read(text: str, job: Configuration | None = None) -> dict[str, Inert]:
     for *jobs, reason, words in entries(text):
         if jobs and job and job.name not in jobs[0].split():
             continue
-        sections = {""}
+        sections = [""]
         for word in words.split():
             name, sign, values = word.partition("=")
             if name.endswith(":"):
                 name = name.replace(":", ".")
-                sections = {name.replace("<split>", split) for split in _SPLITS}
+                sections = list(dict.fromkeys(name.replace("<split>", s) for s in _SPLITS))
             else:
                 inert = Inert(reason, _neutral(values) if sign else ())
                 found |= {section + name: inert for section in sections}
@@ -298,19 +298,18 @@ def has_no_effect(name: str) -> bool:
 
 
 def refuse_model_values(values: Values) -> None:
-    _refuse(ONLY, values, "supported here")
+    _refuse(ONLY.items(), values, "supported here")
 
 
 def check_later(values: Values, config_name: str) -> None:
-    own = {key: only for (job, key), only in LATER.items() if job == config_name}
+    own = ((key, only) for (job, key), only in LATER.items() if job == config_name)
     _refuse(own, values, "supported yet")
 
 
-def _refuse(table: Mapping[str, tuple[tuple, str]], values: Values, what: str) -> None:
-    for key, (accepted, remedy) in table.items():
-        value = values.get(key)
-        if value is not None and value not in accepted:
-            raise ConfigError(f"{key}={value!r} is not {what}: {remedy}.")
+def _refuse(table: Iterable[tuple[str, tuple]], values: Values, what: str) -> None:
+    for key, (accepted, remedy) in table:
+        if values.has(key) and values.get(key) not in accepted:
+            raise ConfigError(f"{key}={values.get(key)!r} is not {what}: {remedy}.")
 
 
 def notes_on(given: Mapping[str, Any], table: Mapping[str, Inert]) -> list[str]:
@@ -392,25 +391,20 @@ inference.micro_batch_size | the name of inference.inference_micro_batch_size un
 
 # (config name, key) -> (accepted values, what to do instead). Only for the job that reads the key:
 # a checkpoint may well hold it.
-LATER = dict.fromkeys(
-    [(job, f"model.data.{s}.add_sep") for job in ("gpt_sft", "gpt_spin") for s in _SPLITS],
-    (
-        (False,),
-        "no separator is put between prompt and response; write it into prompt_template, and "
-        "set it to False",
-    ),
-) | {
-    ("gpt_knowledge_distillation", "model.knowledge_distillation.cross_tokenizer"): (
-        (False,),
-        "logits of another vocabulary would be compared by their rank alone; distil from the "
-        "teacher's texts (SFT), or from a teacher with the student's tokenizer, and set it to "
-        "False",
-    ),
-    ("gpt_sft", "trainer.sft.inference_metrics"): (
-        (),
-        "metrics of generated responses are not computed yet; compute them from the .nemo with "
-        "GPTSFTModel.infer and nemo_aligner.metrics.InferenceMetricsHandler, and remove the key",
-    ),
+_LATER = """
+gpt_sft gpt_spin | no separator is put between prompt and response; write it into prompt_template,
+    and set it to False | model.data.<split>: add_sep=False
+gpt_knowledge_distillation | logits of another vocabulary would be compared by their rank alone;
+    distil from the teacher's texts (SFT), or from a teacher with the student's tokenizer, and set
+    it to False | model.knowledge_distillation: cross_tokenizer=False
+gpt_sft | metrics of generated responses are not computed yet; compute them from the .nemo with
+    GPTSFTModel.infer and nemo_aligner.metrics.InferenceMetricsHandler, and remove the key |
+    trainer.sft: inference_metrics
+"""
+LATER = {
+    (name, key): (later.neutral, later.reason)
+    for name, job in JOBS.items()
+    for key, later in _read(_LATER, job).items()
 }
 
 

@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from nemo_aligner.config.values import Values, require_multiple
+from nemo_aligner.config.values import Values, require_multiple, require_one_of
 from nemo_aligner.core.errors import ConfigError
 
 Devices = int | str | list[int]  # `trainer.devices`
@@ -108,19 +108,13 @@ def default_precision(accelerator: str = "auto") -> str | int:
 
 def dtype_name(precision: str | int) -> str:
     """The value of `PRECISIONS`; of another precision `ConfigError`."""
-    name = PRECISIONS.get(str(precision).lower())
-    if name is None:
-        raise ConfigError(
-            f"trainer.precision={precision} is not supported; use one of {', '.join(PRECISIONS)}."
-        )
-    return name
+    name = str(precision).lower()
+    require_one_of("trainer.precision", name, PRECISIONS)
+    return PRECISIONS[name]
 
 
 def check_accelerator(accelerator: str, devices: Devices, visible_devices: int) -> None:
-    if accelerator not in ACCELERATORS:
-        raise ConfigError(
-            f"trainer.accelerator={accelerator!r} must be one of {', '.join(ACCELERATORS)}."
-        )
+    require_one_of("trainer.accelerator", accelerator, ACCELERATORS)
     if accelerator in ("gpu", "cuda") and visible_devices == 0:
         raise ConfigError(
             f"trainer.accelerator={accelerator}, but PyTorch sees no CUDA device on this machine "
@@ -177,31 +171,28 @@ def check_architecture(values: Mapping, fixed: bool = False) -> None:
     """Refuse sizes of a section `model` that cannot work; `fixed`: a checkpoint's own."""
     v = Values({"model": values})
 
-    def require(name: str, value: int, **sizes: int) -> None:
-        factors = {f"model.{key}": size for key, size in sizes.items()}
+    def require(name: str, *parts: str) -> None:
+        value = v.whole(f"model.{name}", 1)
+        factors = {f"model.{part}": v.whole(f"model.{part}", 1) or 1 for part in parts}
         remedy = f"the checkpoint fixes model.{name}, so set {' x '.join(factors)} to a divisor of"
-        require_multiple(f"model.{name}", value, factors, f"{remedy} {value}" if fixed else None)
+        if value:
+            fixes = f"{remedy} {value}" if fixed else None
+            require_multiple(f"model.{name}", value, factors, fixes)
 
-    heads, groups, layers = (
-        v.whole(f"model.{key}", 1)
-        for key in ("num_attention_heads", "num_query_groups", "num_layers")
-    )
-    tp, pp, vpp = (
-        v.whole(f"model.{name}_model_parallel_size", 1) or 1
-        for name in ("tensor", "pipeline", "virtual_pipeline")
+    layers = v.whole("model.num_layers", 1)
+    pp, vpp = (
+        v.whole(f"model.{name}pipeline_model_parallel_size", 1) or 1 for name in ("", "virtual_")
     )
     if not v.has("model.kv_channels"):
         v.multiple("model.hidden_size", "model.num_attention_heads", times={})
     v.multiple("model.num_attention_heads", "model.num_query_groups", times={})
-    if heads:
-        require("num_attention_heads", heads, tensor_model_parallel_size=tp)
-    if groups:
-        require("num_query_groups", groups, tensor_model_parallel_size=tp)
+    for name in ("num_attention_heads", "num_query_groups"):
+        require(name, "tensor_model_parallel_size")
     if layers and is_uneven(v):
         check_pipeline_stages(values)
-    elif layers:
-        virtual = {"virtual_pipeline_model_parallel_size": vpp} if vpp > 1 else {}
-        require("num_layers", layers, pipeline_model_parallel_size=pp, **virtual)
+    else:
+        virtual = ["virtual_pipeline_model_parallel_size"] if vpp > 1 else []
+        require("num_layers", "pipeline_model_parallel_size", *virtual)
     _check_experts(v, fixed)
     if pp == 1:
         v.refuse(
@@ -258,13 +249,10 @@ def _check_experts(v: Values, fixed: bool) -> None:
     v.at_most("model.moe_router_topk", "model.num_moe_experts")
     if experts or fixed:  # the configuration of a dense checkpoint may well hold such keys
         return
-    moe_keys = [f"model.{key}" for key in v.get("model") if key.startswith("moe_")]
-    keys = [key for key in moe_keys if v.get(key)]
-    if keys:
-        raise ConfigError(
-            f"{keys[0]}={v.get(keys[0])} is of a mixture of experts, but model.num_moe_experts is "
-            f"not set; set it, or {keys[0]} to null."
-        )
+    for key in (f"model.{name}" for name in v.get("model") if name.startswith("moe_")):
+        if v.get(key):
+            without = "is of a mixture of experts, but model.num_moe_experts is not set"
+            raise v.error(key, f"{without}; set it, or {key} to null.")
 
 
 def check_recomputation(v: Values, complete: bool) -> None:

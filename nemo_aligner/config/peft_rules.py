@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The section `model.peft`: which layers get LoRA adapters, and of which form (docs/models.md)."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -99,82 +100,57 @@ def trains_adapters(tree: Mapping[str, Any]) -> bool:
     return Values(tree).get(PEFT + "peft_scheme", NONE) != NONE
 
 
+_SOURCE_RULES = """
+BASE.checkpoint_dir=null or BASE.checkpoint_name=null & BASE.checkpoint_dir!=null or
+    BASE.checkpoint_name!=null | , but BASE needs both checkpoint_dir and checkpoint_name
+PEFT.restore_from_path & BASE.checkpoint_dir | and {} name two bases; set only one
+PEFT.restore_from_path or BASE.checkpoint_dir & PEFT.peft_scheme=null|none | names adapters, but
+    PEFT.peft_scheme=none trains none; set it to lora, or start from the adapters as checkpoint
+"""
+_LORA_RULES = """
+LORA.adapter_dropout=1 | drops everything; use less
+LORA.column_init_method=zero & LORA.row_init_method=zero | and {} are both zero: such adapters have
+    no gradient; leave one of them at its default
+LORA.position_embedding_strategy!=null | is not available; set it to null
+LORA.weight_tying & model.pipeline_model_parallel_size>1 | shares adapters between layers, which
+    must then be on one pipeline stage; {} is more
+"""
+
+
 def check_peft(v: Values) -> None:
     """Refuse adapters that cannot be built; keys of `model` that are absent are not checked."""
-    scheme = v.get(PEFT + "peft_scheme", NONE)
-    if scheme not in (NONE, LORA):
-        raise ConfigError(f"{PEFT}peft_scheme={scheme!r} is not available; use lora or none.")
-    _check_sources(v, scheme)
-    if scheme == NONE:
+    v.choice(PEFT + "peft_scheme", (LORA, NONE))
+    path = v.get(PEFT + "restore_from_path")
+    if path is not None and (not isinstance(path, str) or not path):
+        raise v.error(PEFT + "restore_from_path", "is not a path.")
+    names = {"PEFT": PEFT[:-1], "LORA": TUNING[:-1], "BASE": PEFT + "restore_from_ckpt"}
+    v.refuse(_SOURCE_RULES, **names)
+    if v.get(PEFT + "peft_scheme", NONE) == NONE:
         return
-    for key in Configuration("", {PEFT.rstrip("."): PolicyPeft}).keys.values():
+    for key in Configuration("", {PEFT[:-1]: PolicyPeft}).keys.values():
         key.check(v)
-    if v.get(TUNING + "adapter_dropout") == 1:
-        raise ConfigError(f"{TUNING}adapter_dropout=1 drops everything; use less.")
-    if v.get(TUNING + "column_init_method") == v.get(TUNING + "row_init_method") == "zero":
-        raise ConfigError(
-            f"{TUNING}column_init_method and row_init_method are both zero: such adapters have "
-            "no gradient; leave one of them at its default."
-        )
-    strategy = v.get(TUNING + "position_embedding_strategy")
-    if strategy is not None:
-        raise ConfigError(
-            f"{TUNING}position_embedding_strategy={strategy!r} is not available; set it to null."
-        )
-    stages = v.get("model.pipeline_model_parallel_size", 1)
-    if v.get(TUNING + "weight_tying") and stages > 1:
-        raise ConfigError(
-            f"{TUNING}weight_tying=True shares adapters between layers, which must then be on one "
-            f"pipeline stage; model.pipeline_model_parallel_size is {stages}."
-        )
+    v.refuse(_LORA_RULES, **names)
     targets = _targets(v.get(TUNING + "target_modules", ("attention_qkv",)))
-    experts = v.get("model.num_moe_experts")
-    inside = [name for name in targets if name in TARGET_GROUPS["mlp"]]
-    if experts and inside:
-        raise ConfigError(
-            f"{TUNING}target_modules names {', '.join(inside)}, but the MLPs of this model are "
-            f"experts (model.num_moe_experts={experts}), which have no adapters; use attention."
+    if inside := [name for name in targets if name in TARGET_GROUPS["mlp"]]:
+        v.refuse(
+            f"""model.num_moe_experts | has experts as MLPs, which have no adapters, but
+            {TUNING}target_modules names {", ".join(inside)}; use attention"""
         )
     _check_layers(v)
 
 
-def _check_sources(v: Values, scheme: str) -> None:
-    path = v.get(PEFT + "restore_from_path")
-    if path is not None and (not isinstance(path, str) or not path):
-        raise ConfigError(f"{PEFT}restore_from_path={path!r} is not a path.")
-    folder, name = (
-        v.get(f"{PEFT}restore_from_ckpt.checkpoint_{part}") for part in ("dir", "name")
-    )
-    if (folder is None) != (name is None):
-        raise ConfigError(
-            f"{PEFT}restore_from_ckpt needs both checkpoint_dir and checkpoint_name, not "
-            f"{folder} and {name}."
-        )
-    if path is not None and folder is not None:
-        raise ConfigError(
-            f"{PEFT}restore_from_path and {PEFT}restore_from_ckpt name two bases; set only one."
-        )
-    if scheme == NONE and (path or folder):
-        raise ConfigError(
-            f"{PEFT}restore_from_path={path or folder} names adapters, but {PEFT}peft_scheme=none "
-            "trains none; set it to lora, or start from the adapters as checkpoint."
-        )
-
-
 def _check_layers(v: Values) -> None:
-    key, count = TUNING + "layer_selection", v.get("model.num_layers")
+    key, count = TUNING + "layer_selection", v.get("model.num_layers", math.inf)
     layers = v.get(key)
     if layers is None:
         return
     if not isinstance(layers, Sequence) or isinstance(layers, str) or not layers:
-        raise ConfigError(f"{key}={layers!r} must be a list of layer numbers, or null for all.")
+        raise v.error(key, "must be a list of layer numbers, or null for all.")
     for layer in layers:
-        whole = isinstance(layer, int) and not isinstance(layer, bool)
-        if not whole or layer < 1 or (count is not None and layer > count):
-            last = f" to {count}" if count is not None else ""
-            raise ConfigError(
-                f"{key}={list(layers)}: {layer!r} is not the number of a layer; "
-                f"give some from 1{last}."
+        if isinstance(layer, bool) or not isinstance(layer, int) or not 1 <= layer <= count:
+            last = f" to {count}" if count < math.inf else ""
+            raise v.error(
+                key, f"has {layer!r}, which is not the number of a layer; give some from 1{last}."
             )
     if len(set(layers)) < len(layers):
-        raise ConfigError(f"{key}={list(layers)} names a layer twice.")
+        raise v.error(key, "names a layer twice.")

@@ -113,6 +113,7 @@ def check_values(
                 {job.restore_key}, or train all weights (peft_scheme=none)"""
             )
         _check_training(values, job, dp)
+    values.refuse(job.rules, OWN=f"model.{job.algo}")
     job.check(values, dp, ranks)
 
 
@@ -203,8 +204,6 @@ def _check_prefix_data(values: Values) -> None:
     in_chunks = data_impl == "chunked_jsonl" and values.get("model.knowledge_distillation")
     if data_impl is not None and not in_chunks:
         data_rules.check_data_impl(data_impl)
-        if values.get("model.reward_model_type") == "regression":
-            data_rules.check_labels_can_be_read(data_impl)
     data_rules.check_chat(values.get("model.data", {}))
     if not files:
         raise ConfigError(

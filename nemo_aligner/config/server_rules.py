@@ -22,9 +22,9 @@ from typing import Any
 
 from nemo_aligner.config import access
 from nemo_aligner.config.access import REWARD_TOKEN_VARIABLE as TOKEN
-from nemo_aligner.config.fields import Configuration
+from nemo_aligner.config.fields import Configuration, tree_of
 from nemo_aligner.config.keys.rollouts import Judge, RewardAddress
-from nemo_aligner.config.values import Values, is_number
+from nemo_aligner.config.values import Values, is_number, require_one_of
 from nemo_aligner.core.errors import ConfigError
 
 FRONTENDS = ("triton", "asgi")
@@ -35,8 +35,7 @@ def read_frontend(
     frontend: str, certificate: str | None, key: str | None
 ) -> ssl.SSLContext | None:
     """Check the section `server`; returns how a server encrypts, None if it does not."""
-    if frontend not in FRONTENDS:
-        raise ConfigError(f"server.frontend={frontend!r} must be one of {', '.join(FRONTENDS)}.")
+    require_one_of("server.frontend", frontend, FRONTENDS)
     if frontend == "triton" and importlib.util.find_spec("pytriton") is None:
         raise ConfigError(
             "server.frontend=triton needs pytriton, which is not installed: pip install "
@@ -390,15 +389,15 @@ def read_web_rewards(options: Mapping, section: str) -> RewardServersSpec | None
                     f"address, {setting}.url."
                 )
         return read_reward_servers(options, section)
-    for name in ("model", "prompt", "score", "least", "most", "cache"):
-        if judge[name] is None:
-            raise ConfigError(f"{setting}.{name} is not set; a judge ({setting}.url) needs it.")
-    if judge["least"] >= judge["most"]:
-        raise ConfigError(f"{setting}.least={judge['least']} must be below most={judge['most']}.")
-    if options["rewards_per"] != "response":
-        raise ConfigError(
-            f"{section}.rewards_per={options['rewards_per']}: a judge gives rewards per response."
-        )
+    needed = ("model", "prompt", "score", "least", "most", "cache")
+    Values(tree_of({section: options})).refuse(
+        f"""
+        {" or ".join(f"JUDGE.{name}=null" for name in needed)} | ; a judge (JUDGE.url) needs it
+        JUDGE.least>=JUDGE.most | must be below {{JUDGE.most}}
+        {section}.rewards_per!=response | : a judge gives rewards per response
+        """,
+        JUDGE=setting,
+    )
     servers = read_reward_servers({**options, "judge.url": judge["url"]}, section, "judge.url")
     own = {name: judge[name] for name in ("model", "temperature", "max_tokens", "seed")}
     fields = {name: v for name, v in {**own, **(judge["request"] or {})}.items() if v is not None}

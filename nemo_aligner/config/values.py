@@ -7,13 +7,14 @@ import math
 import operator
 import re
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, TypeGuard
 
 import yaml
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from nemo_aligner.config.access import shown_url
 from nemo_aligner.core.errors import ConfigError
 
 
@@ -71,7 +72,7 @@ def entries(table: str) -> list[list[str]]:
     """
     is_one = not table.startswith("\n")
     lines = [table] if is_one else re.split(r"\n(?! )", textwrap.dedent(table).strip())
-    return [" ".join(entry.split()).split(" | ") for entry in lines]
+    return [" ".join(entry.split()).split(" | ") for entry in lines if entry]
 
 
 @functools.cache
@@ -114,11 +115,14 @@ class Values:
         return self.get(key) is not None
 
     def shown(self, key: str) -> str:
+        """The key with its value as a command writes it, without secrets of a URL."""
         value = self.get(key)
-        return f"{key} is not set" if value is None else f"{key}={value}"
+        text = shown_url(str(value))
+        text = text.replace("'", "") if isinstance(value, Mapping) else text
+        return f"{key} is not set" if value is None else f"{key}={text}"
 
     def error(self, key: str, text: str) -> ConfigError:
-        return ConfigError(f"{key}={self.get(key)} {text}")
+        return ConfigError(f"{self.shown(key)} {text}")
 
     def refuse(self, rules: str, **names: str) -> None:
         """Raise `ConfigError` for the first of `rules` whose conditions hold.
@@ -197,23 +201,14 @@ class Values:
             raise ConfigError(f"{key}={value} must be {' and '.join(bounds)}.")
 
     def choice(self, key: str, choices: tuple) -> None:
-        value = self.get(key)
-        if value is not None and value not in choices:
-            raise ConfigError(f"{key}={value!r} must be one of {', '.join(map(str, choices))}.")
-
-    def same(self, key: str, other: str) -> None:
-        """Raise `ConfigError` if the two keys have different values; `other` is the one to set."""
-        a, b = self.get(key), self.get(other)
-        if a is not None and b is not None and a != b:
-            raise ConfigError(
-                f"{key}={a} and {other}={b} must be the same value; set only {other}."
-            )
+        if self.has(key):
+            require_one_of(key, self.get(key), choices)
 
     def at_most(self, key: str, other: str) -> None:
         """Raise `ConfigError` if the number at `key` is above a set one, not 0, at `other`."""
         low, high = self.get(key), self.get(other)
         if low is not None and high and low > high:
-            raise ConfigError(f"{key}={low} is above {other}={high}; lower it.")
+            raise self.error(key, f"is above {other}={high}; lower it.")
 
     def multiple(self, whole: str, *parts: str, times: Mapping[str, int]) -> None:
         """Refuse a size at `whole` that is no multiple of the others' product, if all are set."""
@@ -222,6 +217,11 @@ class Values:
         given = {part: size for part, size in factors.items() if size is not None}
         if total is not None and len(given) == len(factors):
             require_multiple(whole, total, given | dict(times))
+
+
+def require_one_of(key: str, value: object, choices: Collection[object]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{key}={value!r} must be one of {', '.join(map(str, choices))}.")
 
 
 def require_multiple(

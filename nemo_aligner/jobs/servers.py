@@ -7,13 +7,9 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from nemo_aligner.config import server_rules
 from nemo_aligner.config.defaults import complete
 from nemo_aligner.config.jobs.supervised import reward_model_type
-from nemo_aligner.config.server_rules import (
-    check_one_reward_per_sample,
-    check_scores_of_tokens,
-    served_attributes,
-)
 from nemo_aligner.config.values import plain_dict
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.launch.job_entry import job_main
@@ -97,12 +93,12 @@ def _serve_model(cfg: DictConfig) -> None:
 
     source = open_source(cfg.rm_model_file, "rm_model_file")
     cfg.model = complete_model_config(source, cfg.model, "inference_rm")
-    attributes = served_attributes(cfg.model)
+    attributes = server_rules.served_attributes(cfg.model)
     per, step_end = cfg.inference.rewards_per, cfg.inference.step_end
     per_token = per != "response"
     if per_token:
-        check_one_reward_per_sample(cfg.model)
-        check_scores_of_tokens(cfg.model)
+        server_rules.check_one_reward_per_sample(cfg.model)
+        server_rules.check_scores_of_tokens(cfg.model)
         cfg.model.output_sequence = True
     trainer = start_processes(cfg, "inference_rm")
     model = load_reward_model(cfg.model, trainer, source, "rm_model_file")

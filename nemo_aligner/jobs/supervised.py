@@ -9,12 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
 
-from nemo_aligner.config.defaults import complete_config
-from nemo_aligner.config.jobs.supervised import (
-    check_steerlm2,
-    learns_labelled_pairs,
-    reward_model_type,
-)
+from nemo_aligner.config.jobs import supervised
 from nemo_aligner.config.values import Values, resolved
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.launch.job_entry import job_main
@@ -49,11 +44,7 @@ def train_sft(cfg: DictConfig) -> None:
     train_supervised(cfg, job, model, loaders)
 
 
-def _check_steerlm2(cfg: DictConfig) -> None:
-    check_steerlm2(Values(resolved(complete_config(cfg, "gpt_sft"))))
-
-
-@job_main("gpt_sft", check=_check_steerlm2)
+@job_main("gpt_sft", check=lambda cfg: supervised.check_steerlm2(Values(resolved(cfg))))
 def train_steerlm2(cfg: DictConfig) -> None:
     r"""SteerLM 2.0: a policy learns from its own responses, by their attributes.
 
@@ -261,7 +252,7 @@ def train_rm(cfg: DictConfig) -> None:
             "pretrained_checkpoint.restore_from_path, or set it to False for a new head."
         )
     rm_trainer = train_supervised(cfg, job, model, reward_model_loaders(cfg, model.tokenizer))
-    kind = reward_model_type(cfg.model.reward_model_type)
+    kind = supervised.reward_model_type(cfg.model.reward_model_type)
     attributes = model.cfg.regression.num_attributes
     for name, (metrics, samples) in rm_trainer.held_out.items():
         logging.info(f"{name}: {held_out_text(kind, metrics, samples, attributes)}")
@@ -278,5 +269,5 @@ def reward_model_loaders(cfg: DictConfig, tokenizer: "TokenizerSpec") -> "Loader
         train_random=cfg.trainer.rm.train_random_sampler,
         validation_random=cfg.trainer.rm.val_random_sampler,
         # The sizes of batches count samples, an item of such a data set is a pair of them.
-        samples_per_item=2 if learns_labelled_pairs(cfg.model) else 1,
+        samples_per_item=2 if supervised.learns_labelled_pairs(cfg.model) else 1,
     )

@@ -187,8 +187,8 @@ def run_timer(cfg: DictConfig) -> Timer:
 def setup_experiment(trainer: Trainer, cfg: DictConfig) -> Path | None:
     """Make the log folder, which it returns, and the loggers with NeMo's `exp_manager`, which does
     not see keys of checkpoints, resuming and time limits, nor move the files of former runs (those
-    of metrics go on); every rank calls it. None with
-    `exp_manager=null`. `UserError`: the folder cannot be written, or a logger cannot be set up.
+    of metrics go on); every rank calls it. None with `exp_manager=null`. `UserError`: the folder
+    cannot be written, or a logger cannot be set up.
     """
     if cfg.exp_manager is None:
         return None

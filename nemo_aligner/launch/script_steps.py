@@ -30,19 +30,10 @@ from nemo_aligner.launch.experiment import checkpoint_options
 from nemo_aligner.launch.processes import JobTrainer, launch_processes, nemo_checkpoint_callback
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 from nemo_aligner.parallel import parallel_state
-from nemo_aligner.training.schedule import (
-    compute_num_steps_per_epoch,
-    supervised_max_steps,
-)
+from nemo_aligner.training.schedule import compute_num_steps_per_epoch, supervised_max_steps
 
-COUNTERS = (
-    "step",
-    "consumed_samples",
-    "epoch",
-    "iteration",
-    "ppo_optimization_step",
-    "reinforce_optimization_step",
-)
+COUNTERS = """step consumed_samples epoch iteration ppo_optimization_step
+    reinforce_optimization_step""".split()
 
 
 def init_peft(ptl_model: MegatronGPTModel, updated_cfg: DictConfig) -> None:
@@ -129,9 +120,9 @@ def _refuse_keys_of_own_script(rollout: DictConfig, settings: DictConfig) -> Non
     used = {
         "trainer.ppo.advantage_estimator": not estimator.needs_critic,
         "model.ppo.num_rollouts_per_prompt": rollout.num_rollouts_per_prompt != 1,
-        "model.ppo.kl_loss_coef": bool(rollout.kl_loss_coef),
-        "trainer.ppo.overlong_buffer_len": bool(settings.overlong_buffer_len),
-        "trainer.ppo.teacher_kl_coef": bool(settings.teacher_kl_coef),
+        "model.ppo.kl_loss_coef": rollout.kl_loss_coef,
+        "trainer.ppo.overlong_buffer_len": settings.overlong_buffer_len,
+        "trainer.ppo.teacher_kl_coef": settings.teacher_kl_coef,
     }
     for key, is_used in used.items():
         if is_used:

@@ -277,7 +277,7 @@ pretrained_checkpoint.restore_from_path=null; model.peft.peft_scheme=lora; model
     model.hidden_size=32; model.num_attention_heads=4; model.tokenizer.library=huggingface;
     model.tokenizer.type=folder -> trains adapters of a checkpoint; name it in
     pretrained_checkpoint.restore_from_path
-model.peft.peft_scheme=ia3 -> peft_scheme='ia3' is not available; use lora
+model.peft.peft_scheme=ia3 -> peft_scheme='ia3' must be one of lora, none
 model.data.chat_template=tokenizer; model.data.append_eod=True -> append_eod=True contradicts
     model.data.chat_template=tokenizer
 model.micro_batch_size=3 -> model.global_batch_size=64 must be a multiple of 3

@@ -237,7 +237,7 @@ REFUSED = """
 url=null | judge.model='m' has no effect without a judge; set its address
 url=localhost:8000 | judge.url=localhost:8000 must be an address http://
 cache=null | judge.cache is not set; a judge
-most=0 | judge.least=0 must be below most=0
+most=0 | judge.least=0 must be below trainer.ppo.judge.most=0
 prompt=rubric.txt | 'rubric.txt' is no file, or has no {response} to judge
 system=rules.txt | judge.system=rules.txt is no file; correct its path
 prompt='{response} {' | cannot be used: Single '{' encountered in format string. Write {{

@@ -221,7 +221,7 @@ def test_configurations_that_cannot_work_are_refused(tiny_tokenizer_dir):
         check(config(tiny_tokenizer_dir, "margin_bt", micro_batch_size=1))
     with pytest.raises(ConfigError, match="num_attributes=3: scaled_bt compares .* attribute 4"):
         check(config(tiny_tokenizer_dir, "scaled_bt", num_attributes=3))
-    with pytest.raises(ConfigError, match="'bt' is not supported; use one of regression, regular"):
+    with pytest.raises(ConfigError, match="'bt' must be one of regression, regular"):
         check(config(tiny_tokenizer_dir, "bt"))
     with pytest.raises(ConfigError, match="loss_func=margin_bt and .*=scaled_bt contradict"):
         check(config(tiny_tokenizer_dir, "scaled_bt", loss_func="margin_bt"))

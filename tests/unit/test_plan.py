@@ -337,7 +337,7 @@ def test_full_recomputation_keeps_the_inputs_of_layers():
 def test_bytes_of_a_number():
     for precision, size in {"32": 4, "bf16-mixed": 2}.items():
         assert read_architecture(large(precision=precision), 1).number_bytes == size
-    with pytest.raises(UserError, match="trainer.precision=16 is not supported"):
+    with pytest.raises(UserError, match="trainer.precision='16' must be one of"):
         read_architecture(large(precision="16"), 1)
 
 

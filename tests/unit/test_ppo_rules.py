@@ -71,7 +71,7 @@ T.advantage_estimator=teacher; SEPARATE; T.initial_policy_kl_penalty=0 ->
     T.teacher_kl_coef=1
 TEACHER; T.initial_policy_kl_penalty=0.01 -> initial_policy_kl_penalty=0.01 is part of the total
     -> T.initial_policy_kl_penalty=0
-TEACHER; R.reward_model.port=5999 -> reward_model={'name': 'reward_model' & is not asked & in
+TEACHER; R.reward_model.port=5999 -> reward_model={name: reward_model & is not asked & in
     remote_critic_rm -> R.reward_model.port=5555
 TEACHER; remote_teacher.teachers={a: {port: 5557}, b: {port: 5558}} -> remote_teacher.column=None &
     do not go together -> remote_teacher.column=teacher

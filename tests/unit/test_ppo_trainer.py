@@ -313,7 +313,11 @@ REFUSED = [
     (make_rs_trainer, {"responses": 2, "top_n": 3}, "top_n_rollouts=3 must be from 1 to "),
     (make_rs_trainer, {"model_gbs": 6}, f"model.rs.num_rollout_samples=8 x {TOP_N}"),
     (make_rs_trainer, {"micro_batch_size": 3}, "8 .* is not a multiple of 3"),
-    (make_reinforce_trainer, {"num_rollouts_per_prompt": 1}, "num_rollouts_per_prompt=1; raise"),
+    (
+        make_reinforce_trainer,
+        {"num_rollouts_per_prompt": 1},
+        "num_rollouts_per_prompt=1 must be at least 2",
+    ),
     (make_reinforce_trainer, {"model_gbs": 5}, "samples=8 x trainer.reinforce.num_rollouts"),
 ]
 

@@ -6,15 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from nemo_aligner.config import rollout_rules, server_rules
-from nemo_aligner.config.fields import (
-    ABSENT,
-    LARGEST_PORT,
-    Configuration,
-    Section,
-    inert,
-    key,
-    section,
-)
+from nemo_aligner.config.fields import ABSENT, Configuration, Section, inert, key, section
 from nemo_aligner.config.keys import common, rollouts
 from nemo_aligner.config.keys.data import Lines
 from nemo_aligner.config.keys.model import PolicyPeft, TrainedModel
@@ -361,7 +353,7 @@ class CriticAddress(Section):
     """
 
     ip: str | None = key("localhost")
-    port: int | None = key(5556, at_least=1, at_most=LARGEST_PORT)
+    port: int | None = key(5556, at_least=1, at_most=65535)
     name: CriticNames = section()
 
 
@@ -469,7 +461,7 @@ class ReinforceLoop(rollouts.RolloutLoop):
 
     initial_policy_kl_penalty: float = key(0.01, at_least=0)
     use_absolute_kl: bool = key(False)
-    num_rollouts_per_prompt: int = key(4, at_least=1)
+    num_rollouts_per_prompt: int = key(4, at_least=2)
     trt_llm: rollouts.TrtLlm = section()
     batch_iterator: rollouts.BatchIterator = section()
     alarms: ReinforceAlarms | None = section()
@@ -483,8 +475,6 @@ class ReinforcePolicy(rollouts.Policy):
 
 def check_reinforce(v: Values, dp: dict[str, int], ranks: int) -> None:
     responses_key = "trainer.reinforce.num_rollouts_per_prompt"
-    responses = v.size(responses_key)
-    rollout_rules.check_compares_responses("REINFORCE", responses_key, responses)
     rollout_rules.check_responses_differ(v, "model.reinforce.", responses_key)
     rollout_rules.check_policy(v, "reinforce", "remote_rm", dp, responses_key)
 

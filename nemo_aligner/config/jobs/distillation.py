@@ -7,7 +7,6 @@ from typing import Any
 from nemo_aligner.config import data_rules
 from nemo_aligner.config.fields import ABSENT, Configuration, Section, inert, key, section
 from nemo_aligner.config.jobs.servers import Inference, Server
-from nemo_aligner.config.jobs.supervised import check_not_both_0
 from nemo_aligner.config.keys import common, rollouts
 from nemo_aligner.config.keys.data import ExampleChat, ExampleSet, Lines
 from nemo_aligner.config.keys.model import Model, PolicyPeft, TrainedModel
@@ -43,7 +42,7 @@ class OnPolicy(Section):
     length_params: rollouts.LengthParams = section()
 
 
-class Student(Section):
+class Student(TrainedModel):
     """The student.
 
     loss_reduction: **new**, as for SFT
@@ -99,27 +98,25 @@ def check_candidates(top_k: int, outside_top_k: str, sft_loss_weight: float) -> 
 
 
 _STUDENT_RULES = """
-KD.jsd_beta<=0 or KD.jsd_beta>=1 | must be above 0 and below 1 (kd_loss=fwd_kl, bwd_kl)
-KD.outside_top_k=bucket & KD.target_logits_scale!=1 | needs KD.target_logits_scale=1, not {}: what
-    the teacher gives other tokens is known at this scale only; set renormalize or 1
-model.data.top_k & KD.on_policy.fraction!=null | is for logits of files; with {} a served teacher
+OWN.jsd_beta<=0 or OWN.jsd_beta>=1 | must be above 0 and below 1 (kd_loss=fwd_kl, bwd_kl)
+OWN.outside_top_k=bucket & OWN.target_logits_scale!=1 | needs OWN.target_logits_scale=1, not {}:
+    what the teacher gives other tokens is known at this scale only; set renormalize or 1
+model.data.top_k & OWN.on_policy.fraction!=null | is for logits of files; with {} a served teacher
     gives them; set inference.top_k of its server in place of it
-KD.on_policy.fraction>0 & KD.outside_top_k!=bucket | goes wrong by tokens outside the teacher's top
-    k, which {} leaves out of the loss; set it to bucket
-KD.on_policy.fraction>0 & KD.sft_loss_weight | would make the student's own responses more likely,
-    whatever they are, by {}; set it to 0
+OWN.on_policy.fraction>0 & OWN.outside_top_k!=bucket | goes wrong by tokens outside the teacher's
+    top k, which {} leaves out of the loss; set it to bucket
+OWN.on_policy.fraction>0 & OWN.sft_loss_weight | would make the student's own responses more
+    likely, whatever they are, by {}; set it to 0
 model.data.data_impl=mmap|packed_jsonl | holds tokens only; give those with logits
 """
 
 
 def check_student(v: Values, dp: dict[str, int], ranks: int) -> None:
     own = "model.knowledge_distillation."
-    check_not_both_0(v, [f"{own}kd_loss_weight", f"{own}sft_loss_weight"])
     check_generation(v, f"{own}on_policy.")
     if v.has(f"{own}on_policy.fraction"):
         check_remote(v, "remote_teacher")
         read_teacher(v.get("remote_teacher"))
-    v.refuse(_STUDENT_RULES, KD=own.rstrip("."))
     if v.has("model.data.top_k"):
         given = (v.get(own + key) for key in ("outside_top_k", "sft_loss_weight"))
         check_candidates(v.get("model.data.top_k"), *given)
@@ -133,7 +130,7 @@ STUDENT_JOB = Configuration(
         "trainer.knowledge_distillation": common.SupervisedLoop,
         "trainer.knowledge_distillation.alarms": KDAlarms,
         "remote_teacher": rollouts.RemoteTeacher,
-        "model": (TrainedModel, Student),
+        "model": Student,
         "model.knowledge_distillation": Distillation,
         "model.peft": PolicyPeft,
         "model.data": TeacherLines,
@@ -147,6 +144,7 @@ STUDENT_JOB = Configuration(
         **common.DATALOADER,
         **common.below("model.data", common.CHAT_TOKENS),
     },
+    rules=f"{_STUDENT_RULES}OWN.kd_loss_weight=0 & OWN.sft_loss_weight=0 | {common.BOTH_0}",
     check=check_student,
     records="logits",
 )

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The commands `generate` and `evaluate`."""
 
+from dataclasses import replace
 from typing import Any
 
 from nemo_aligner.config.data_rules import check_chat
@@ -73,33 +74,24 @@ def check(v: Values, dp: dict[str, int], ranks: int) -> None:
     check_responses_differ(v, "", "responses_per_prompt")
 
 
-_NO_BATCHES = frozenset(("model.dynamic_micro_batch_tokens", "model.micro_batch_size"))
-
-_GENERATE: dict[str, Any] = {
-    "": GenerateCommand,
+_SECTIONS: dict[str, type] = {
     "trainer": common.Machines,
     "pretrained_checkpoint": common.Pretrained,
     "model": Model,
     "model.data": Chat,
 }
 
-_OF_GENERATE = {
-    **common.PARALLEL,
-    **common.NO_RECOMPUTATION,
-    "model.virtual_pipeline_model_parallel_size": 1,
-}
-
-GENERATE = Configuration("generate", _GENERATE, _OF_GENERATE, without=_NO_BATCHES, check=check)
-
-EVALUATE = Configuration(
-    "evaluate",
+GENERATE = Configuration(
+    "generate",
+    {"": GenerateCommand, **_SECTIONS},
     {
-        **_GENERATE,
-        "": EvaluateCommand,
-        "bootstrap": Bootstrap,
-        "inference": rollouts.FunctionWorkers,
+        **common.PARALLEL,
+        **common.NO_RECOMPUTATION,
+        "model.virtual_pipeline_model_parallel_size": 1,
     },
-    _OF_GENERATE,
-    without=_NO_BATCHES,
+    without=frozenset(("model.dynamic_micro_batch_tokens", "model.micro_batch_size")),
     check=check,
 )
+
+_MORE = {"bootstrap": Bootstrap, "inference": rollouts.FunctionWorkers}
+EVALUATE = replace(GENERATE, name="evaluate", sections={"": EvaluateCommand, **_SECTIONS, **_MORE})

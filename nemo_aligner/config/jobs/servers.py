@@ -5,15 +5,7 @@
 from typing import Any
 
 from nemo_aligner.config import server_rules
-from nemo_aligner.config.fields import (
-    ABSENT,
-    LARGEST_PORT,
-    Configuration,
-    Section,
-    inert,
-    key,
-    section,
-)
+from nemo_aligner.config.fields import ABSENT, Configuration, Section, inert, key, section
 from nemo_aligner.config.keys import common, model
 from nemo_aligner.config.keys.rollouts import RewardFunction
 from nemo_aligner.config.values import Values
@@ -54,7 +46,7 @@ class Listening(Section):
     """
 
     host: str = key("127.0.0.1")
-    port: int = key(5556, at_least=1, at_most=LARGEST_PORT)
+    port: int = key(5556, at_least=1, at_most=65535)
     token_file: str | None = key(None)
     max_request_mb: float | None = key(64, at_least=64, at_most=2047)
     max_queue_delay_microseconds: float = key(0, at_least=0)
@@ -71,7 +63,7 @@ class Inference(Listening):
     model_name: str = key("reward_model")
 
 
-class CriticModel(Section):
+class CriticModel(model.RewardHead, model.TrainedModel):
     """The critic.
 
     loss_clip_val: clip range of the values; 0: no clipping
@@ -110,9 +102,6 @@ class CriticCheckpoints(common.CheckpointParams):
 def check_critic(values: Values, dp: dict[str, int], ranks: int) -> None:
     server_rules.check_serving(values, "trainer.ppo")
     server_rules.check_reward_standardization(values.get("model"))
-    values.refuse(
-        "model.save_hf=true | writes at the end, which a server has not; use every_checkpoint"
-    )
 
 
 CRITIC_JOB = Configuration(
@@ -122,7 +111,7 @@ CRITIC_JOB = Configuration(
         common.PARAMS: CriticCheckpoints,
         "trainer.ppo": CriticServer,
         "server": Server,
-        "model": (model.TrainedModel, model.RewardHead, CriticModel),
+        "model": CriticModel,
         "model.peft": model.Peft,
     },
     {
@@ -136,6 +125,7 @@ CRITIC_JOB = Configuration(
     },
     # A critic serves until it is stopped: it has neither a time limit nor an end of training.
     without=frozenset(("trainer.max_time", "exp_manager.max_time_per_run")),
+    rules="model.save_hf=true | writes at the end, which a server has not; use every_checkpoint",
     check=check_critic,
 )
 
@@ -150,7 +140,7 @@ class RewardModelFile(Section):
     rm_model_file: str | None = key(None)
 
 
-class RewardServerModel(model.Model):
+class RewardServerModel(model.RewardHead, model.Model):
     """A model that a reward server serves."""
 
     global_batch_size: Any = inert(0)
@@ -170,11 +160,6 @@ def check_reward_server(v: Values, dp: dict[str, int], ranks: int) -> None:
     server_rules.check_serving(v, "inference")
     server_rules.check_reward_standardization(v.get("model"))
     server_rules.check_kind_of_rewards(v, "inference")
-    v.refuse(
-        """inference.reward_fn!=null & rm_model_file=null & model.tokenizer.library=null | reads
-        text, so it needs the tokenizer of the policy that it judges: set rm_model_file to the
-        policy's .nemo, or model.tokenizer"""
-    )
     if ranks > 1:
         v.refuse(
             f"""inference.reward_fn!=null | is served by one process, but the job has {ranks}
@@ -189,7 +174,7 @@ REWARD_SERVER_JOB = Configuration(
         "trainer": common.ServerMachines,
         "server": Server,
         "inference": RewardInference,
-        "model": (RewardServerModel, model.RewardHead),
+        "model": RewardServerModel,
     },
     {
         "inference.port": 5555,
@@ -202,6 +187,9 @@ REWARD_SERVER_JOB = Configuration(
         **common.TOKENIZER,
         **common.NO_RECOMPUTATION,
     },
+    rules="""inference.reward_fn!=null & rm_model_file=null & model.tokenizer.library=null | reads
+        text, so it needs the tokenizer of the policy that it judges: set rm_model_file to the
+        policy's .nemo, or model.tokenizer""",
     check=check_reward_server,
     restore_key="rm_model_file",
 )

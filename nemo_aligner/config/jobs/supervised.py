@@ -7,26 +7,12 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from nemo_aligner.config.data_rules import check_prompts_can_be_read, check_sft_data
+from nemo_aligner.config import data_rules
 from nemo_aligner.config.fields import ABSENT, Configuration, Section, key, section
-from nemo_aligner.config.keys import common, data
-from nemo_aligner.config.keys.data import Examples, Lines, PackedSet
-from nemo_aligner.config.keys.model import (
-    DEFAULT_MASK_VALUE,
-    Peft,
-    PolicyPeft,
-    RewardHead,
-    TrainedModel,
-)
-from nemo_aligner.config.keys.rollouts import Responses
+from nemo_aligner.config.keys import common, data, model, rollouts
 from nemo_aligner.config.rollout_rules import check_generation, check_reshard
-from nemo_aligner.config.values import Values, is_number
-from nemo_aligner.core.errors import ConfigError
-from nemo_aligner.core.estimators import (
-    DIRECT_PREFERENCE_LOSSES,
-    LOSS_REDUCTIONS,
-    PREFERENCE_LOSSES,
-)
+from nemo_aligner.config.values import Values, is_number, require_one_of
+from nemo_aligner.core import estimators
 
 
 class SFTAlarms(common.Alarms):
@@ -51,7 +37,7 @@ class SteerLM2(Section):
     forward_micro_batch_size: int = key(1, at_least=1)
 
 
-class SFTModel(Section):
+class SFTModel(model.TrainedModel):
     """SFT.
 
     restore_from_path: base model; null: random weights. NeMo-Aligner: required
@@ -62,12 +48,8 @@ class SFTModel(Section):
 
     restore_from_path: str | None = key(None)
     answer_only_loss: bool = key(True)
-    loss_reduction: str | None = key("token", choices=LOSS_REDUCTIONS)
+    loss_reduction: str | None = key("token", choices=estimators.LOSS_REDUCTIONS)
     steerlm2: SteerLM2 = section()
-
-
-def check(values: Values, dp: dict[str, int], ranks: int) -> None:
-    check_sft_data(values, dp, ("train_ds", "validation_ds"))
 
 
 def check_steerlm2(values: Values) -> None:
@@ -90,12 +72,12 @@ SFT_JOB = Configuration(
         **common.TRAINS,
         "trainer.sft": common.SupervisedLoop,
         "trainer.sft.alarms": SFTAlarms,
-        "model": (TrainedModel, SFTModel),
-        "model.peft": PolicyPeft,
-        "model.data": Examples,
-        "model.data.train_ds": PackedSet,
-        "model.data.validation_ds": PackedSet,
-        "model.data.test_ds": PackedSet,
+        "model": SFTModel,
+        "model.peft": model.PolicyPeft,
+        "model.data": data.Examples,
+        "model.data.train_ds": data.PackedSet,
+        "model.data.validation_ds": data.PackedSet,
+        "model.data.test_ds": data.PackedSet,
     },
     {
         **common.OF_SFT,
@@ -108,7 +90,7 @@ SFT_JOB = Configuration(
         **common.below("model.data.validation_ds", common.VALIDATION_SET | _SIZES),
     },
     required=common.VALIDATION_SIZES,
-    check=check,
+    check=lambda v, dp, ranks: data_rules.check_sft_data(v, dp, ("train_ds", "validation_ds")),
     restore_key="model.restore_from_path",
     from_scratch=True,
     records="example",
@@ -116,7 +98,7 @@ SFT_JOB = Configuration(
 )
 
 
-class RMModel(Section):
+class RMModel(model.RewardHead, model.TrainedModel):
     """Reward models.
 
     loss_func: the same; NeMo-Aligner's documentation has the key above, its code read this one
@@ -142,13 +124,10 @@ class RewardModelType(Enum):
 
 def reward_model_type(name: str | None) -> RewardModelType:
     """The kind that `model.reward_model_type` names, or `ConfigError`; None: binary ranking."""
-    try:
-        return RewardModelType.BINARY_RANKING if name is None else RewardModelType(name)
-    except ValueError:
-        available = ", ".join(kind.value for kind in RewardModelType)
-        raise ConfigError(
-            f"model.reward_model_type={name!r} is not supported; use {available}."
-        ) from None
+    kinds = {kind.value: kind for kind in RewardModelType}
+    if name is not None:
+        require_one_of("model.reward_model_type", name, kinds)
+    return RewardModelType.BINARY_RANKING if name is None else kinds[name]
 
 
 def training_loss(cfg: DictConfig) -> str:
@@ -161,28 +140,22 @@ def training_loss(cfg: DictConfig) -> str:
     Raises:
         ConfigError: an unknown loss, or two different ones.
     """
-    known = ("regression", *PREFERENCE_LOSSES)
-    written = {
-        "model.loss_func": cfg.loss_func,
-        "model.regression.loss_func": cfg.regression.loss_func,
-    }
-    for where, name in written.items():
-        if name is not None and name not in known:
-            raise ConfigError(f"{where}={name!r} is not supported; use one of {', '.join(known)}.")
-    name, documented = written.values()
-    if name not in (None, documented) and documented != "regression":
-        raise ConfigError(
-            f"model.loss_func={name} and model.regression.loss_func={documented} contradict "
-            "each other; set only the latter."
+    v, own, documented = Values({"model": cfg}), "model.loss_func", "model.regression.loss_func"
+    for name in (own, documented):
+        v.choice(name, ("regression", *estimators.PREFERENCE_LOSSES))
+    if cfg.loss_func != cfg.regression.loss_func:
+        v.refuse(
+            f"""{own}!=null & {documented}!=regression | and {{}} contradict each other; set only
+            the latter"""
         )
-    return str(documented if name is None else name)
+    return str(v.get(own, v.get(documented)))
 
 
 def learns_labelled_pairs(cfg: DictConfig) -> bool:
     """Whether a model with the complete section `cfg` learns pairs of samples with labels."""
     return (
         reward_model_type(cfg.reward_model_type) is RewardModelType.REGRESSION
-        and training_loss(cfg) in PREFERENCE_LOSSES
+        and training_loss(cfg) in estimators.PREFERENCE_LOSSES
     )
 
 
@@ -191,9 +164,9 @@ REWARD_MODEL_JOB = Configuration(
     {
         **common.FROM_CHECKPOINT,
         "trainer.rm": RMLoop,
-        "model": (TrainedModel, RewardHead, RMModel),
-        "model.peft": Peft,
-        "model.data": Lines,
+        "model": RMModel,
+        "model.peft": model.Peft,
+        "model.data": data.Lines,
     },
     {
         **common.NEW_DATA,
@@ -209,7 +182,7 @@ REWARD_MODEL_JOB = Configuration(
         "model.use_avg_pool": False,
         "model.force_head_dtype": "bfloat16",
         "model.regression.num_attributes": 1,
-        "model.regression.loss_mask_val": DEFAULT_MASK_VALUE,
+        "model.regression.loss_mask_val": model.DEFAULT_MASK_VALUE,
         "model.regression.loss_func": "regression",
         "model.regression.load_rm_head_weights": False,
         **common.below(
@@ -217,6 +190,8 @@ REWARD_MODEL_JOB = Configuration(
         ),
     },
     without=frozenset(["model.data.allow_empty_prompt"]),
+    rules=f"""model.data.data_impl={data_rules.TOKENS} & model.reward_model_type=regression |
+    {data_rules.NO_LABELS}""",
     from_scratch=True,
     pairs=True,
     records="scored",
@@ -269,16 +244,25 @@ class WeighedPreferences(Preferences):
     ref_log_probs_dir: str | None = key(None)
 
 
-def check_preferences(values: Values, kind: str) -> None:
-    """What DPO and KTO, `kind`, have in common."""
-    section = f"model.{kind}."
-    check_prompts_can_be_read(str(values.get("model.data.data_impl")))
-    check_not_both_0(values, [f"{section}preference_loss_weight", f"{section}sft_loss_weight"])
+_PREFERENCE_RULES = f"""
+model.data.data_impl={data_rules.TOKENS} | {data_rules.NO_PROMPTS}
+OWN.preference_loss_weight=0 & OWN.sft_loss_weight=0 | {common.BOTH_0}
+"""
 
 
-def check_not_both_0(values: Values, weights: list[str]) -> None:
-    if not any(values.get(key) for key in weights):
-        raise ConfigError(f"{' and '.join(weights)} are both 0: nothing would be learned.")
+def _of_preferences(
+    algo: str, own: type, lines: type, alarms: type, loop: type = common.SupervisedLoop
+) -> dict[str, type]:
+    """The sections of a job that learns from preferences; `own`: its own below `model`."""
+    return {
+        **common.FROM_CHECKPOINT,
+        f"trainer.{algo}": loop,
+        f"trainer.{algo}.alarms": alarms,
+        "model": model.TrainedModel,
+        f"model.{algo}": own,
+        "model.peft": model.Peft,
+        "model.data": lines,
+    }
 
 
 class DPO(WeighedPreferences):
@@ -290,7 +274,7 @@ class DPO(WeighedPreferences):
     gt_reward_scale: of `rpo_*`: factor of the rewards in the data
     """
 
-    preference_loss: str = key("dpo", choices=DIRECT_PREFERENCE_LOSSES)
+    preference_loss: str = key("dpo", choices=estimators.DIRECT_PREFERENCE_LOSSES)
     label_smoothing: float = key(0.0, at_least=0, at_most=0.5)
     gt_reward_scale: float = key(1.0)
 
@@ -306,27 +290,13 @@ class Pairs(data.Lines):
     default_rejected_reward: float | None = key(0.0)
 
 
-def check_dpo(values: Values, dp: dict[str, int], ranks: int) -> None:
-    check_preferences(values, "dpo")
-    values.refuse(
-        """model.dpo.label_smoothing & model.dpo.preference_loss!=dpo | belongs to
-        model.dpo.preference_loss=dpo, not {}"""
-    )
-
-
 DPO_JOB = Configuration(
     "gpt_dpo",
-    {
-        **common.FROM_CHECKPOINT,
-        "trainer.dpo": common.SupervisedLoop,
-        "trainer.dpo.alarms": PairAlarms,
-        "model": TrainedModel,
-        "model.dpo": DPO,
-        "model.peft": Peft,
-        "model.data": Pairs,
-    },
+    _of_preferences("dpo", DPO, Pairs, PairAlarms),
     common.NEW_DATA | common.wandb("nemo_aligner_dpo", "rlhf_gpt3_dpo"),
-    check=check_dpo,
+    rules=f"""{_PREFERENCE_RULES}
+OWN.label_smoothing & OWN.preference_loss!=dpo | belongs to OWN.preference_loss=dpo, not {{}}
+""",
     pairs=True,
     records="pair",
 )
@@ -342,26 +312,13 @@ class KTO(WeighedPreferences):
     undesirable_loss_weight: float = key(1.0, at_least=0)
 
 
-def check_kto(values: Values, dp: dict[str, int], ranks: int) -> None:
-    check_preferences(values, "kto")
-    check_not_both_0(
-        values, ["model.kto.desirable_loss_weight", "model.kto.undesirable_loss_weight"]
-    )
-
-
 KTO_JOB = Configuration(
     "gpt_kto",
-    {
-        **common.FROM_CHECKPOINT,
-        "trainer.kto": common.SupervisedLoop,
-        "trainer.kto.alarms": PreferenceAlarms,
-        "model": TrainedModel,
-        "model.kto": KTO,
-        "model.peft": Peft,
-        "model.data": data.Lines,
-    },
+    _of_preferences("kto", KTO, data.Lines, PreferenceAlarms),
     common.NEW_DATA | common.DATALOADER | common.wandb("nemo_aligner_kto", "rlhf_gpt3_kto"),
-    check=check_kto,
+    rules=f"""{_PREFERENCE_RULES}
+OWN.desirable_loss_weight=0 & OWN.undesirable_loss_weight=0 | {common.BOTH_0}
+""",
     records="labelled",
 )
 
@@ -373,7 +330,7 @@ class SPINAlarms(PairAlarms):
     identical_fraction: float | None = key(0.9, at_least=0, at_most=1)
 
 
-class SPIN(Preferences, Responses):
+class SPIN(Preferences, rollouts.Responses):
     """SPIN.
 
     ref_policy_kl_penalty: beta, as for DPO; a number, or a list with one for each iteration
@@ -395,42 +352,31 @@ class SPINLoop(common.SupervisedLoop):
 
     max_epochs: int = key(1, at_least=1)
     max_iterations: int = key(3, at_least=1)
-    alarms: SPINAlarms | None = section()
 
 
 def check_spin(v: Values, dp: dict[str, int], ranks: int) -> None:
     section, model = "trainer.spin.", "model.spin."
-    iterations = v.size(section + "max_iterations")
-    _check_penalties(v.get(model + "ref_policy_kl_penalty"), iterations)
+    betas, iterations = model + "ref_policy_kl_penalty", v.size(section + "max_iterations")
+    given = v.get(betas)
+    penalties = given if isinstance(given, list) else [given] * iterations
+    if not all(is_number(penalty) and penalty > 0 for penalty in penalties):
+        raise v.error(betas, "must be a number above 0, or a list.")
+    if len(penalties) < iterations:
+        raise v.error(
+            betas,
+            f"has {len(penalties)} value(s) for trainer.spin.max_iterations={iterations}; give "
+            "one number, or one for each.",
+        )
     check_generation(v, model)
     check_reshard(v, section, model + "generation.reshard", dp)
-    check_sft_data(v, dp, ("validation_ds",))
-
-
-def _check_penalties(given: Any, iterations: int) -> None:
-    """Check `model.spin.ref_policy_kl_penalty`, a number or one for each of `iterations`."""
-    penalties = given if isinstance(given, list) else [given]
-    for penalty in penalties:
-        if not is_number(penalty) or penalty <= 0:
-            raise ConfigError(
-                f"model.spin.ref_policy_kl_penalty={given} must be a number above 0, or a list."
-            )
-    if isinstance(given, list) and len(given) < iterations:
-        raise ConfigError(
-            f"model.spin.ref_policy_kl_penalty={given} has {len(given)} value(s) for "
-            f"trainer.spin.max_iterations={iterations}; give one number, or one for each."
-        )
+    data_rules.check_sft_data(v, dp, ("validation_ds",))
 
 
 SPIN_JOB = Configuration(
     "gpt_spin",
     {
-        **common.FROM_CHECKPOINT,
-        "trainer.spin": SPINLoop,
-        "model": TrainedModel,
-        "model.spin": SPIN,
-        "model.peft": PolicyPeft,
-        "model.data": data.Examples,
+        **_of_preferences("spin", SPIN, data.Examples, SPINAlarms, SPINLoop),
+        "model.peft": model.PolicyPeft,
         "model.data.train_ds": data.ShuffledSet,
         "model.data.validation_ds": data.SizedSet,
     },

@@ -261,6 +261,8 @@ VALIDATION_SET = {
     },
 }
 
+BOTH_0 = "and {} are both 0: nothing would be learned; raise one of them"
+
 SIZES = ("global_batch_size", "micro_batch_size")
 
 VALIDATION_SIZES = frozenset(f"model.data.validation_ds.{name}" for name in SIZES)

@@ -220,8 +220,8 @@ class RolloutLoop(Loop, RewardFunction):
     reward_tls_ca_file: str | None = key(None)
     run_init_validation: bool = key(False)
     rollout_batch_seq_length: int | None = key(None, at_least=2)
-    model_gbs: Any = key("${model.global_batch_size}", required=True)
-    model_mbs: Any = key("${model.micro_batch_size}")
+    model_gbs: int = key("${model.global_batch_size}")
+    model_mbs: int | None = key("${model.micro_batch_size}")
     alarms: RolloutAlarms | None = section()
 
 
