@@ -143,40 +143,38 @@ def _run(args: argparse.Namespace) -> None:
         return
     names = {field.name for field in dataclasses.fields(conversions.Options)}
     options = conversions.Options(**{k: v for k, v in vars(args).items() if k in names})
-    if args.command == "merge-lora":
-        conversions.merge(args.source, args.target, options)
-    elif args.command == "hf-to-nemo":
-        if is_peft(args.source.expanduser()):
-            conversions.peft_to_nemo(args.source, args.target, options)
-        else:
-            _refuse_options(args, "base")
-            conversions.to_nemo(args.source, args.target, options)
-    elif args.command == "to-megatron":
-        if not conversions.are_adapters(args.source):
-            _refuse_options(args, "base")
-        print(conversions.to_megatron(args.source, args.target, options))
-        return
-    elif (adapters := conversions.are_adapters(args.source, key="NEMO")) and not args.merged:
-        if args.architecture:
-            raise UserError(
-                f"--architecture chooses how all weights are written, but {args.source} holds "
-                "adapters; add --merged to write them with their base, or leave it out."
-            )
-        conversions.to_peft(args.source, args.target, options)
+    given = args.source, args.target, options
+    if args.command == "hf-to-nemo":
+        adapters = is_peft(args.source.expanduser())
     else:
-        if not adapters:
-            _refuse_options(args, "merged", "base")
+        _, (key, _), _ = _CONVERSIONS[args.command]
+        adapters = conversions.are_adapters(args.source, key)
+    if not adapters:
+        _refuse_options(args)
+    if args.command == "merge-lora":
+        conversions.merge(*given)
+    elif args.command == "hf-to-nemo":
+        (conversions.peft_to_nemo if adapters else conversions.to_nemo)(*given)
+    elif args.command == "to-megatron":
+        print(conversions.to_megatron(*given))
+        return
+    elif not adapters or args.merged:
         size = int(args.shard_size * 1e9)
-        conversions.from_nemo(
-            args.source, args.target, options, model_type=args.architecture, shard_bytes=size
+        conversions.from_nemo(*given, model_type=args.architecture, shard_bytes=size)
+    elif args.architecture:
+        raise UserError(
+            f"--architecture chooses how all weights are written, but {args.source} holds "
+            "adapters; add --merged to write them with their base, or leave it out."
         )
+    else:
+        conversions.to_peft(*given)
     print(args.target)
 
 
-def _refuse_options(args: argparse.Namespace, *names: str) -> None:
+def _refuse_options(args: argparse.Namespace) -> None:
     """`UserError` if an option for adapters is given for a source without any."""
-    for name in names:
-        if getattr(args, name):
+    for name in ("merged", "base"):
+        if getattr(args, name, None):
             raise UserError(
                 f"--{name} is for adapters, but {args.source} holds a model with all its weights; "
                 "leave it out."

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -131,14 +131,8 @@ def merge(source: Path, target: Path, options: Options) -> None:
 def peft_to_nemo(source: Path, target: Path, options: Options) -> None:
     """Write a folder of PEFT as a `.nemo` of adapters; errors as for `merge`."""
     target = check_target(source, target, options)
-    with _adapters_of(source, options) as (section, weights, found, given):
-        base = given or open_source(found.path, "base of the adapters")
-        with base.tensors() as tensors:
-            checksum = adapters.checksum_of_source(tensors)
-            adapters.check_base(found, checksum, str(source), str(base.path))
-            # Checks that the base has what the adapters belong to.
-            adapters.merged(tensors, weights, adapters.settings_in(section), section)
-        section[adapters.BASE_SECTION] = adapters.Base(str(base.path), checksum).to_config()
+    with _adapters_of(source, options, read_base=True) as (section, weights, base):
+        section[adapters.BASE_SECTION] = base.to_config()
         _write_nemo(target, section, weights, options)
 
 
@@ -201,16 +195,27 @@ def _model_in(source: Path, options: Options) -> Iterator[tuple[DictConfig, Tens
 
 @contextlib.contextmanager
 def _adapters_of(
-    source: Path, options: Options
-) -> Iterator[tuple[DictConfig, TensorSource, adapters.Base, Source | None]]:
-    """Configuration and tensors of adapters alone, the base that they name, and the one given."""
+    source: Path, options: Options, read_base: bool
+) -> Iterator[tuple[DictConfig, TensorSource, adapters.Base]]:
+    """Configuration and tensors of adapters alone, and their base, which is checked if it is given
+    or to be read.
+    """
     checkpoint, base = open_source(source, "SOURCE"), options.base_source()
     model = None if base is None else base.config()
     section = checkpoint.stored_config(model)
     named = adapters.base_in(section)
     assert named is not None
+    if base is None and read_base:
+        base = open_source(named.path, "base of the adapters")
     with checkpoint.own_tensors(model) as weights:
-        yield section, weights, named, base
+        if base is not None:
+            with base.tensors() as tensors:
+                checksum = adapters.checksum_of_source(tensors)
+                adapters.check_base(named, checksum, str(source), str(base))
+                # Checks that the base has what the adapters belong to.
+                adapters.merged(tensors, weights, adapters.settings_in(section), section)
+            named = adapters.Base(str(base.path), checksum)
+        yield section, weights, named
 
 
 def _rows_of(section: DictConfig) -> int:
@@ -259,18 +264,13 @@ def to_peft(source: Path, target: Path, options: Options) -> None:
     process. `UserError`: Hugging Face cannot express it, another base, or the target exists.
     """
     target = check_target(source, target, options)
-    with _adapters_of(source, options) as (section, weights, found, base):
-        if base is not None:
-            with base.tensors() as tensors:
-                checksum = adapters.checksum_of_source(tensors)
-            adapters.check_base(found, checksum, str(source), str(base))
-            found = adapters.Base(str(base.path), checksum)
+    with _adapters_of(source, options, read_base=False) as (section, weights, base):
         peft.write_folder(
             target,
             weights,
             section,
             adapters.settings_in(section),
-            found,
+            base,
             dtype=options.torch_dtype(),
             drop_head_bias=options.drop_head_bias,
         )
@@ -284,25 +284,24 @@ def to_megatron(source: Path, target: Path, options: Options) -> str:
     target = check_target(source, target, options)
     with _model_in(source, options) as (section, weights):
         args = megatron_keys.arguments(section)
-        parts = _parts_of(weights, options)
-        for chunk in parts:
-            megatron.check_place(chunk.key, source)
         rows = weights.shapes()[TABLES[0]][0]
         padded = pad_vocab_size(rows, args["make_vocab_size_divisible_by"], 1)
         args |= {"padded_vocab_size": padded, "vocab_size": _rows_of(section) or None}
         args[reading.ORIGIN] = plain_dict(section).get(reading.ORIGIN)
-        read_as = {}
-        for chunk in parts:
-            size = (padded, chunk.shape[1]) if chunk.key in TABLES else chunk.size
-            shape = size if chunk.key in TABLES else chunk.shape
-            name = chunk.key.removeprefix("model.")
-            read_as[dataclasses.replace(chunk, key=name, shape=shape, size=size)] = chunk
-        total = sum(map(_nbytes, read_as))
+        parts: dict[Chunk, tuple[Chunk, Slice]] = {}  # of Megatron-LM -> own, and where it is
+        for own, part in _parts_of(weights, options).items():
+            megatron.check_place(own.key, source)
+            chunk = dataclasses.replace(own, key=own.key.removeprefix("model."))
+            if own.key in TABLES:
+                size = (padded, own.shape[1])
+                chunk = dataclasses.replace(chunk, shape=size, size=size)
+            parts[chunk] = own, part
+        total = sum(map(_nbytes, parts))
         with options.bar(total) as bar, replaced_folder(target) as folder:
 
             def read(chunk: Chunk) -> Tensor:
-                own = read_as[chunk]
-                values = weights.read(own.key, parts[own]).to(chunk.dtype).reshape(own.size)
+                own, part = parts[chunk]
+                values = weights.read(own.key, part).to(chunk.dtype).reshape(own.size)
                 bar.update(_nbytes(chunk))
                 return F.pad(values, (0, 0, 0, padded - rows)) if own.key in TABLES else values
 
@@ -314,7 +313,7 @@ def to_megatron(source: Path, target: Path, options: Options) -> str:
                 args |= {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(place)}
             common = {"args": argparse.Namespace(**args), "checkpoint_version": 3.0}
             torch_dist_stream.write(
-                list(read_as), read, release, common={**common, "iteration": 0}, states=True
+                list(parts), read, release, common={**common, "iteration": 0}, states=True
             )
             (folder / forms.TRACKER).write_text(forms.RELEASE)
     more = megatron_keys.command_line(args)
@@ -325,65 +324,47 @@ def to_megatron(source: Path, target: Path, options: Options) -> str:
 
 
 def info(path: Path) -> dict[str, Any]:
-    """Keys, parameters and tensors of a checkpoint; `UserError`: it is damaged, or unreadable."""
+    """Keys, parameters and tensors of a checkpoint; `UserError`: it is damaged, or unreadable. A
+    folder of PEFT does not hold the keys of its model; its base is not read.
+    """
     source = open_source(path, "PATH")
-    if isinstance(source, PeftFolder):
-        return _collect_peft(Path(source))
-    config = source.stored_config()
-    keys = plain_dict(config)
-    base = adapters.base_in(config)
     found: dict[str, Any] = {"path": str(source)}
+    keys: dict[str, Any] = {}
+    opened: contextlib.AbstractContextManager[TensorSource]
+    if isinstance(source, PeftFolder):
+        folder = Path(source)
+        config = peft_config.read(folder)
+        opened = contextlib.nullcontext(peft.file_tensors(folder))
+        base: adapters.Base | None = adapters.Base(config.base, peft.base_checksum(folder))
+        tuning = {
+            "target_modules": list(config.targets),
+            "adapter_dim": config.rank,
+            "alpha": config.alpha,
+            "layer_selection": config.layers and [layer + 1 for layer in config.layers],
+        }
+    else:
+        section = source.stored_config()
+        keys, base = plain_dict(section), adapters.base_in(section)
+        tuning = {} if base is None else adapters.settings_in(section).to_config()
+        opened = source.own_tensors()
     if base is not None:
-        found["adapters"] = _described(
-            adapters.settings_in(config).to_config(), base.path, base.checksum
-        )
-    with source.own_tensors() as weights:
-        found |= _tensors(weights)
+        names = "target_modules adapter_dim alpha variant layer_selection".split()
+        known = {name: tuning[name] for name in names if name in tuning}
+        found["adapters"] = known | {"base": base.path, "base_checksum": base.checksum}
+    with opened as weights:
+        shapes = {key: weights.shapes()[key] for key in distinct(weights.shapes())}
+        dtypes = {key: str(stored_dtype(weights, key)).removeprefix("torch.") for key in shapes}
     return found | {
+        "parameters": sum(map(math.prod, shapes.values())),
+        "tensors": {
+            key: {"shape": list(shape), "dtype": dtypes[key]} for key, shape in shapes.items()
+        },
         "keys": {
             key: keys[key]
             for key in ARCHITECTURE_KEYS
             if keys.get(key) is not None and not key.endswith("_parallel_size")
         },
         "tokenizer": keys.get("tokenizer"),
-    }
-
-
-def _tensors(weights: TensorSource) -> dict[str, Any]:
-    shapes = {key: weights.shapes()[key] for key in distinct(weights.shapes())}
-    dtypes = {key: str(stored_dtype(weights, key)).removeprefix("torch.") for key in shapes}
-    return {
-        "parameters": sum(math.prod(shape) for shape in shapes.values()),
-        "tensors": {
-            key: {"shape": list(shape), "dtype": dtypes[key]} for key, shape in shapes.items()
-        },
-    }
-
-
-def _described(
-    tuning: Mapping[str, Any], base: str | None, checksum: str | None
-) -> dict[str, Any]:
-    names = "target_modules adapter_dim alpha variant layer_selection".split()
-    known = {name: tuning[name] for name in names if name in tuning}
-    return known | {"base": base, "base_checksum": checksum}
-
-
-def _collect_peft(source: Path) -> dict[str, Any]:
-    """A folder of PEFT does not hold the keys of its model; its base is not read."""
-    config, tensors = peft_config.read(source), peft.file_tensors(source)
-    layers = config.layers
-    tuning = {
-        "target_modules": list(config.targets),
-        "adapter_dim": config.rank,
-        "alpha": config.alpha,
-        "layer_selection": None if layers is None else [layer + 1 for layer in layers],
-    }
-    return {
-        "path": str(source),
-        "adapters": _described(tuning, config.base, peft.base_checksum(source)),
-        **_tensors(tensors),
-        "keys": {},
-        "tokenizer": None,
     }
 
 

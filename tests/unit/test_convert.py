@@ -317,7 +317,7 @@ def test_what_hugging_face_cannot_express_is_named(tiny_tokenizer_dir, tmp_path,
     model.save_to(str(tmp_path / "model.nemo"))
     assert convert("nemo-to-hf", tmp_path / "model.nemo", tmp_path / "hf") == 2
     said = capsys.readouterr().err
-    assert "Llama cannot express model.add_qkv_bias=True, model.bias=True" in said
+    assert "llama cannot express model.add_qkv_bias=True, model.bias=True" in said
     files = tmp_path / "model.nemo", tmp_path / "hf"
     assert convert("nemo-to-hf", *files, "--architecture", "bert") == 2
     assert "'bert' is not known" in capsys.readouterr().err

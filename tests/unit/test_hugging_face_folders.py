@@ -218,8 +218,8 @@ BIASES = {BIAS.format(n, part): torch.zeros(WIDTHS[part]) for part in WIDTHS for
         ("lm_head.weight", {}, "lacks 'lm_head.weight'"),
         ("model.norm.weight", {}, "lacks 'model.norm.weight'"),
         ("model.layers.1.self_attn.o_proj.weight", {}, "lacks 'model.layers.1.self_attn.o_proj"),
-        (None, BIASES, r"no place in a model of Llama.*_proj\.bias"),
-        (None, {"model.layers.0.self_attn.sinks": torch.zeros(4)}, "Llama.*sinks"),
+        (None, BIASES, r"no place in a model of llama.*_proj\.bias"),
+        (None, {"model.layers.0.self_attn.sinks": torch.zeros(4)}, "llama.*sinks"),
         (
             None,
             {"model.norm.weight": torch.zeros(32, dtype=torch.int8)},

@@ -80,7 +80,7 @@ def test_every_checkpoint_replaces_the_folder(tiny_tokenizer_dir, tmp_path):
 
 def test_what_cannot_be_written_is_refused_before_training(tiny_tokenizer_dir, tmp_path):
     model = GPTSFTModel(tiny_config(tiny_tokenizer_dir, "llama", bias=True))
-    with pytest.raises(UserError, match=r"Llama cannot express .*model\.bias=True"):
+    with pytest.raises(UserError, match=r"llama cannot express .*model\.bias=True"):
         _callback(model, tmp_path, save_hf=True)
     with pytest.raises(ConfigError, match="save_hf='always'"):
         _callback(model, tmp_path, save_hf="always")

@@ -42,38 +42,52 @@ class Run:
     count: int
 
 
-@dataclass(frozen=True)
 class Rule:
-    """How tensors of Hugging Face, of equal size and in this order, make one of Megatron Core."""
+    """How tensors of Hugging Face of equal size, such as an MLP's gate and its partner, make one
+    of Megatron Core, in this order.
 
-    names: Sequence[str]  # of the tensors of Hugging Face
-    transposed: bool = False  # whether Hugging Face stores the matrices transposed (GPT-2 does)
-    # The tensor, with its kind, that a layer must have for the rule to apply; None: it applies.
-    beside: str | None = None
+    Args:
+        names: of the tensors of Hugging Face.
+        transposed: whether Hugging Face stores the matrices transposed (GPT-2 does).
+        beside: the tensor that a layer must have for the rule to apply; None: it applies.
+    """
+
+    def __init__(self, *names: str, transposed: bool = False, beside: str | None = None):
+        self.names, self.transposed, self.beside = names, transposed, beside
+
+    def renamed(self, name: Callable[[str], str]) -> "Rule":
+        beside = None if self.beside is None else name(self.beside)
+        return type(self)(*map(name, self.names), transposed=self.transposed, beside=beside)
 
     def runs(self, rows: int, heads: Heads) -> list[Run]:
         """The runs of a tensor of Megatron Core with `rows` rows, in its order."""
         share = rows // len(self.names)
         return [Run(name, 0, share) for name in self.names]
 
+    def shapes(self, shape: tuple[int, ...], heads: Heads) -> dict[str, tuple[int, ...]]:
+        """Shapes of Hugging Face's tensors, by name, that make one of `shape`."""
+        rows: collections.Counter[str] = collections.Counter()
+        for run in self.runs(shape[0], heads):
+            rows[run.name] += run.count
+        step = -1 if self.transposed else 1
+        return {name: (count, *shape[1:])[::step] for name, count in rows.items()}
 
-class _Attention(Rule):
+
+class Attention(Rule):
     """Megatron Core stores each query group's queries, then its key head, then its value head;
     Hugging Face has three tensors, or one with all queries, all keys and all values.
     """
 
     def runs(self, rows: int, heads: Heads) -> list[Run]:
         query, key = heads.queries * heads.size, heads.size
-        widths = (query, key, key)
-        if len(self.names) == 1:
-            names = [self.names[0]] * 3
+        names, starts = self.names, [0, 0, 0]
+        if len(names) == 1:
+            names *= 3
             starts = [0, heads.groups * query, heads.groups * (query + key)]
-        else:
-            names, starts = list(self.names), [0, 0, 0]
         return [
             Run(name, start + group * width, width)
             for group in range(heads.groups)
-            for name, start, width in zip(names, starts, widths, strict=True)
+            for name, start, width in zip(names, starts, (query, key, key), strict=True)
         ]
 
 
@@ -95,17 +109,7 @@ def within(runs: Sequence[Run], rows: slice) -> Iterator[tuple[Run, slice, slice
         first += run.count
 
 
-def made_of(*names: str, transposed: bool = False, beside: str | None = None) -> Rule:
-    """One tensor, or several of equal size, such as an MLP's gate and its partner."""
-    return Rule(names, transposed, beside)
-
-
-def attention(*names: str, transposed: bool = False) -> Rule:
-    """Queries, keys and values: three names, or that of one tensor with all."""
-    return _Attention(names, transposed)
-
-
-# What a model is for -> the ending of the name of its class
+# What a model is for; the endings of most names of its classes.
 CAUSAL_LM, PER_SAMPLE, PER_TOKEN = (
     "ForCausalLM",
     "ForSequenceClassification",
@@ -151,7 +155,6 @@ class Part:
 @dataclass(frozen=True)
 class Architecture:
     model_type: str  # `model_type` of `config.json`
-    class_name: str  # of its model classes, without their endings
     same: Mapping[str, str]  # keys of `config.json` -> keys of `model` with the same value
     always: Mapping[str, Any]  # keys of `model` that every model of the architecture has
     # names of the weights:
@@ -164,17 +167,22 @@ class Architecture:
     # keys of `config.json` -> accepted values -> the keys of `model` that each means
     choices: Mapping[str, Mapping[Any, Mapping[str, Any]]] = field(default_factory=dict)
     parts: Sequence[Part] = ()  # positions, windows and what else takes more than a table
-    endings: Mapping[str, str] = field(default_factory=dict)  # of its classes, where they differ
     implied: Sequence[str] = ()  # keys of `config.json` that follow from others
 
     def class_for(self, role: str) -> str:
         """The name of a class; `Unsupported`: the installed transformers has none."""
-        import transformers
+        from transformers.models.auto import modeling_auto
 
-        name = self.class_name + self.endings.get(role, role)
-        if not hasattr(transformers, name):
-            raise Unsupported(f"transformers has no class {name} that a folder could name.")
-        return name
+        names = {
+            CAUSAL_LM: modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+            PER_SAMPLE: modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+            PER_TOKEN: modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
+        }[role]
+        if self.model_type not in names:
+            raise Unsupported(
+                f"transformers has no class {role} of {self.model_type} that a folder could name."
+            )
+        return names[self.model_type]
 
 
 def model_keys(
@@ -234,7 +242,7 @@ def hugging_face_config(architecture: Architecture, keys: Mapping[str, Any]) -> 
     changed = sorted(key for key in {**wanted, **again} if wanted.get(key) != again.get(key))
     if changed:
         raise Unsupported(
-            f"{architecture.class_name} cannot express "
+            f"{architecture.model_type} cannot express "
             + ", ".join(f"model.{key}={wanted.get(key)!r}" for key in changed)
             + "."
         )
@@ -283,10 +291,10 @@ def computed(keys: Mapping[str, Any]) -> dict[str, Any]:
     if result["query_pre_attn_scalar"] is None:
         result["query_pre_attn_scalar"] = float(result["kv_channels"])
     result["no_rope_freq"] = layers_without_rotation(values)
-    result["window_attn_skip_freq"] = windowed_layers(values)
-    if not any(windowed_layers(values)):
+    result["window_attn_skip_freq"] = windows = windowed_layers(values)
+    result["window_size"] = values["window_size"] if windows else None
+    if not any(windows):
         result["rotary_base_local"] = None
-    result["window_size"] = values["window_size"] if windowed_layers(values) else None
     if not values["num_moe_experts"]:
         result |= {key: None for key in result if key.startswith("moe_")}
     else:
@@ -302,11 +310,9 @@ def windowed_layers(keys: Mapping[str, Any]) -> list[int]:
     if window is None or list(window) == [-1, -1]:
         return []
     layers = int(keys["num_layers"])
-    if freq is None:
-        return [1] * layers
     if isinstance(freq, int):  # as Megatron Core counts: each layer with this number has none
         return [int((layer + 1) % freq != 0) for layer in range(layers)]
-    return list(freq)
+    return [1] * layers if freq is None else list(freq)
 
 
 def layers_without_rotation(keys: Mapping[str, Any]) -> list[int]:
@@ -314,7 +320,7 @@ def layers_without_rotation(keys: Mapping[str, Any]) -> list[int]:
     freq, layers = keys.get("no_rope_freq"), int(keys["num_layers"])
     if isinstance(freq, int):
         return [int((layer + 1) % freq == 0) for layer in range(layers)]
-    return list(freq or ()) if any(freq or ()) else []
+    return list(freq) if freq and any(freq) else []
 
 
 def expert_layers(keys: Mapping[str, Any]) -> list[int]:
@@ -349,16 +355,6 @@ TABLES = ("model.embedding.word_embeddings.weight", "model.output_layer.weight")
 KINDS = ("weight", "bias")
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where a tensor of Megatron Core, or of one layer (number) or expert (number), comes from."""
-
-    rule: Rule  # how it is made
-    kind: str  # `weight` or `bias`
-    layer: int | None = None
-    expert: int | None = None
-
-
 class Layout:
     """The names of the weights of a model with the section `keys`, in both forms."""
 
@@ -366,11 +362,16 @@ class Layout:
         self.architecture = architecture
         self.outside = dict(architecture.outside)
         if keys.get("output_sequence"):
-            self.outside[HEAD] = made_of(architecture.token_head)
+            self.outside[HEAD] = Rule(architecture.token_head)
         self.heads = heads_of(keys)
         self.layers = int(keys["num_layers"])
         self.experts = int(keys.get("num_moe_experts") or 0)
         self.keys = keys
+        # Names but for `weight` or `bias`, with their rules, and whether they are a layer's.
+        self.rules = [
+            *((PREFIX + name, rule, False) for name, rule in self.outside.items()),
+            *((LAYERS + name, rule, True) for name, rule in architecture.layer.items()),
+        ]
 
     def sizes(self) -> dict[str, tuple[int, int]]:
         """Rows and columns of the matrices, or of each expert's, by the complete keys."""
@@ -391,41 +392,30 @@ class Layout:
             "mlp.experts.experts.linear_fc2.": (hidden, expert),
         }
 
-    def rules(self) -> Iterator[tuple[str, Rule, bool]]:
-        """Names but for `weight` or `bias`, with their rules, and whether they are a layer's."""
-        for name, rule in self.outside.items():
-            yield PREFIX + name, rule, False
-        for name, rule in self.architecture.layer.items():
-            yield LAYERS + name, rule, True
-
-    def place(self, key: str, index: tuple[int, ...] = ()) -> Place | None:
-        """The place of `key`, or None; `index`: the layer, if not in the key, and the expert."""
+    def rule(self, key: str, index: tuple[int, ...] = ()) -> Rule | None:
+        """How `key` is made, with whole names, or None; `index`: the layer, if not in the key, and
+        the expert.
+        """
         name, layer = unnumbered(key)
         if index and is_stacked(key):
             layer, index = index[0], index[1:]
-        for stem, rule, _in_layer in self.rules():
+        for stem, rule, _in_layer in self.rules:
             kind = name.removeprefix(stem)
             if name.startswith(stem) and kind in KINDS:
-                return Place(rule, kind, layer, index[0] if index else None)
+                return self.named(rule, kind, layer, *index[:1])
         return None
 
-    def name(self, template: str, place: Place) -> str:
-        if template.startswith("/"):
-            return template[1:] + place.kind
-        layer = self.architecture.layers if place.layer is not None else ""
-        name = self.architecture.base + layer + template + place.kind
-        return name.format(layer=place.layer, expert=place.expert)
+    def named(
+        self, rule: Rule, kind: str, layer: int | None = None, expert: int | None = None
+    ) -> Rule:
+        """A rule of the architecture with the whole names of a `weight` or `bias`."""
+        before = self.architecture.base
+        if layer is not None:
+            before += self.architecture.layers
 
-    def runs(self, place: Place, rows: int) -> list[Run]:
-        return [
-            Run(self.name(run.name, place), run.start, run.count)
-            for run in place.rule.runs(rows, self.heads)
-        ]
+        def whole(template: str) -> str:
+            if template.startswith("/"):
+                return template[1:] + kind
+            return (before + template + kind).format(layer=layer, expert=expert)
 
-    def shapes(self, place: Place, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-        """Shapes of Hugging Face's tensors, by name, that make one of `shape`."""
-        rows: collections.Counter[str] = collections.Counter()
-        for run in self.runs(place, shape[0]):
-            rows[run.name] += run.count
-        step = -1 if place.rule.transposed else 1
-        return {name: (count, *shape[1:])[::step] for name, count in rows.items()}
+        return rule.renamed(whole)

@@ -7,32 +7,25 @@ from typing import Any
 
 from nemo_aligner.checkpoint.hugging_face import parts
 from nemo_aligner.checkpoint.hugging_face.architecture import (
-    CAUSAL_LM,
-    PER_SAMPLE,
     Architecture,
+    Attention,
     Part,
     Rule,
     Unsupported,
-    attention,
     hugging_face_config,
-    made_of,
 )
 
-_WITHOUT_GATE = {
-    "mlp.linear_fc1.": made_of("mlp.up_proj."),
-    "mlp.linear_fc2.": made_of("mlp.down_proj."),
-    "mlp.linear_fc1.layer_norm_": made_of("post_attention_layernorm."),
-}
+_WITHOUT_GATE = parts.MLP | {"mlp.linear_fc1.": Rule("mlp.up_proj.")}
 _GELU: dict[Any, dict[str, Any]] = {
     "gelu_pytorch_tanh": {"activation": "gelu", "bias_activation_fusion": True},
     "gelu": {"activation": "gelu", "bias_activation_fusion": False},
 }
 _NO_BIAS: dict[str, Any] = {"attention_bias": {False: {}}}
+_CAUSAL: dict[str, Any] = {"use_bidirectional_attention": {None: {}, False: {}}}
 
 
 def _like_llama(
     model_type: str,
-    class_name: str,
     *,
     norm_eps: str = "rms_norm_eps",
     same: Mapping[str, str] | None = None,
@@ -44,14 +37,12 @@ def _like_llama(
     more: Sequence[Part] = (),
     rope: Part = parts.ROPE,
     implied: Sequence[str] = (),
-    endings: Mapping[str, str] | None = None,
 ) -> Architecture:
     """Llama's architecture with additions and changes; `layer`: rules beside the attention's;
     `activation`: the name of its activation.
     """
     return Architecture(
         model_type=model_type,
-        class_name=class_name,
         same=parts.SIZES | {norm_eps: "layernorm_epsilon"} | dict(same or {}),
         always=parts.ALWAYS | dict(always or {}),
         base="model.",
@@ -60,44 +51,16 @@ def _like_llama(
         choices={activation: parts.GATED_ACTIVATIONS} | dict(choices or {}),
         parts=(rope, *more),
         implied=implied,
-        endings=endings or {},
     )
 
 
-# Llama 2, 3, 3.1, 3.2 and what shares their layers.
-LLAMA = _like_llama("llama", "Llama", choices=_NO_BIAS | {"mlp_bias": {False: {}}})
-
-MISTRAL = _like_llama("mistral", "Mistral", more=(parts.WINDOW,))  # a sliding window
-
-# Qwen2 and Qwen2.5: biases of queries, keys and values only.
-QWEN2 = _like_llama("qwen2", "Qwen2", always={"qkv_bias": True}, more=(parts.SWITCHED_WINDOW,))
-
-# Queries and keys normalized per head.
-QWEN3 = _like_llama(
-    "qwen3",
-    "Qwen3",
-    always={"qk_layernorm": True},
-    layer=parts.QUERY_KEY_NORM | parts.MLP,
-    choices=_NO_BIAS,
-    more=(parts.SWITCHED_WINDOW,),
-)
-
-# Norms centred at zero, embeddings scaled by the root of the hidden size.
-GEMMA = _like_llama(
-    "gemma",
-    "Gemma",
-    always={"apply_embedding_scaling": True, "layernorm_zero_centered_gamma": True},
-    # Its first files say gelu and mean the tanh form; the class reads hidden_activation.
-    choices=_NO_BIAS
-    | {
-        "hidden_act": {"gelu_pytorch_tanh": parts.GATED_ACTIVATIONS["gelu_pytorch_tanh"]},
-        "use_bidirectional_attention": {None: {}, False: {}},
-    },
-    implied=("hidden_activation",),
-)
-
 # Norms before and after attention and MLP, bounds of scores and logits, windows in some layers.
 _GEMMA_2: dict[str, Any] = dict(
+    always={
+        "apply_embedding_scaling": True,
+        "layernorm_zero_centered_gamma": True,
+        "norm_position": "both",
+    },
     same={
         "query_pre_attn_scalar": "query_pre_attn_scalar",
         "attn_logit_softcapping": "attn_logit_softcapping",
@@ -105,29 +68,13 @@ _GEMMA_2: dict[str, Any] = dict(
     },
     layer=parts.MLP
     | {
-        "mlp.linear_fc1.layer_norm_": made_of("pre_feedforward_layernorm."),
-        parts.ATTENTION_END: made_of("post_attention_layernorm."),
-        parts.MLP_END: made_of("post_feedforward_layernorm."),
+        "mlp.linear_fc1.layer_norm_": Rule("pre_feedforward_layernorm."),
+        parts.ATTENTION_END: Rule("post_attention_layernorm."),
+        parts.MLP_END: Rule("post_feedforward_layernorm."),
     },
     activation="hidden_activation",
-    choices=_NO_BIAS | {"use_bidirectional_attention": {None: {}, False: {}}},
+    choices=_NO_BIAS | _CAUSAL,
     more=(parts.LAYER_WINDOWS,),
-)
-_GEMMA_2_ALWAYS = {
-    "apply_embedding_scaling": True,
-    "layernorm_zero_centered_gamma": True,
-    "norm_position": "both",
-}
-GEMMA2 = _like_llama("gemma2", "Gemma2", always=_GEMMA_2_ALWAYS, **_GEMMA_2)
-
-# The text model: queries and keys normalized, two rotations.
-GEMMA3 = _like_llama(
-    "gemma3_text",
-    "Gemma3",
-    always=_GEMMA_2_ALWAYS | {"qk_layernorm": True},
-    rope=parts.TWO_ROPES,
-    endings={PER_SAMPLE: "TextForSequenceClassification"},
-    **_GEMMA_2 | {"layer": parts.QUERY_KEY_NORM | _GEMMA_2["layer"]},
 )
 
 # Norms after attention and MLP alone, those of queries and keys over all heads.
@@ -137,48 +84,10 @@ _OLMO: dict[str, Any] = dict(
     layer=parts.QUERY_KEY_NORM
     | parts.MLP_WITHOUT_NORM
     | {
-        parts.ATTENTION_END: made_of("post_attention_layernorm."),
-        parts.MLP_END: made_of("post_feedforward_layernorm."),
+        parts.ATTENTION_END: Rule("post_attention_layernorm."),
+        parts.MLP_END: Rule("post_feedforward_layernorm."),
     },
     choices=_NO_BIAS,
-)
-OLMO2 = _like_llama("olmo2", "Olmo2", **_OLMO)
-OLMO3 = _like_llama("olmo3", "Olmo3", rope=parts.TWO_ROPES, more=(parts.LAYER_WINDOWS,), **_OLMO)
-
-# Factors of embeddings, attention scores, branches and logits.
-GRANITE = _like_llama(
-    "granite",
-    "Granite",
-    same={
-        name: name for name in ("embedding_multiplier", "residual_multiplier", "logits_scaling")
-    },
-    choices=_NO_BIAS | {"mlp_bias": {False: {}}},
-    more=(parts.ATTENTION_MULTIPLIER,),
-)
-
-# Attention beside the MLP, layer norms without bias, rotation in the layers with a window.
-COHERE2 = _like_llama(
-    "cohere2",
-    "Cohere2",
-    norm_eps="layer_norm_eps",
-    always={
-        "normalization": "layernorm",
-        "layernorm_bias": False,
-        "parallel_attention": True,
-        "rotary_interleaved": True,
-    },
-    layer=parts.MLP_WITHOUT_NORM,
-    choices=_NO_BIAS,
-    more=(parts.ROTATED_WINDOWS, parts.LOGIT_SCALE),
-)
-
-# Layers without rotation.
-SMOLLM3 = _like_llama(
-    "smollm3",
-    "SmolLM3",
-    choices=_NO_BIAS | {"mlp_bias": {False: {}}, "use_sliding_window": {False: {}}},
-    more=(parts.ROTATED_LAYERS,),
-    implied=("sliding_window",),
 )
 
 # Neighbouring channels rotated, in a part of each head; gate and partner in one tensor.
@@ -186,199 +95,226 @@ _GLM: dict[str, Any] = dict(
     choices={"attention_bias": {True: {"qkv_bias": True}, False: {"qkv_bias": False}}},
     rope=parts.PARTIAL_ROPE,
 )
-_GLM_MLP = parts.MLP | {"mlp.linear_fc1.": made_of("mlp.gate_up_proj.")}
-GLM = _like_llama("glm", "Glm", always={"rotary_interleaved": True}, layer=_GLM_MLP, **_GLM)
-GLM4 = _like_llama(
-    "glm4",
-    "Glm4",
-    always={"rotary_interleaved": True, "norm_position": "both"},
-    layer=_GLM_MLP
-    | {
-        parts.ATTENTION_END: made_of("post_self_attn_layernorm."),
-        parts.MLP_END: made_of("post_mlp_layernorm."),
-    },
-    **_GLM,
-)
+_GLM_MLP = parts.MLP | {"mlp.linear_fc1.": Rule("mlp.gate_up_proj.")}
+_EXPERT = "block_sparse_moe.experts.{expert}."  # Mixtral's
 
-# Learned positions, biases, matrices stored transposed.
-GPT2 = Architecture(
-    model_type="gpt2",
-    class_name="GPT2",
-    endings={CAUSAL_LM: "LMHeadModel"},
-    same={
-        "vocab_size": "override_vocab_size",
-        "n_embd": "hidden_size",
-        "n_inner": "ffn_hidden_size",
-        "n_layer": "num_layers",
-        "n_head": "num_attention_heads",
-        "n_positions": "max_position_embeddings",
-        "layer_norm_epsilon": "layernorm_epsilon",
-        "tie_word_embeddings": "share_embeddings_and_output_weights",
-        "initializer_range": "init_method_std",
-    },
-    always={
-        "normalization": "layernorm",
-        "bias": True,
-        "position_embedding_type": "learned_absolute",
-        "hidden_dropout": 0.0,
-        "attention_dropout": 0.0,
-    },
-    base="transformer.",
-    outside={
-        "embedding.word_embeddings.": made_of("wte."),
-        "embedding.position_embeddings.": made_of("wpe."),
-        "decoder.final_layernorm.": made_of("ln_f."),
-        "output_layer.": made_of("/lm_head."),
-        "rm_head.": made_of("/score."),
-    },
-    layer={
-        "self_attention.linear_qkv.": attention("attn.c_attn.", transposed=True),
-        "self_attention.linear_qkv.layer_norm_": made_of("ln_1."),
-        "self_attention.linear_proj.": made_of("attn.c_proj.", transposed=True),
-        "mlp.linear_fc1.": made_of("mlp.c_fc.", transposed=True),
-        "mlp.linear_fc1.layer_norm_": made_of("ln_2."),
-        "mlp.linear_fc2.": made_of("mlp.c_proj.", transposed=True),
-    },
-    layers="h.{layer}.",
-    token_head="/classifier.",
-    choices={
-        "activation_function": {"gelu_new": _GELU["gelu_pytorch_tanh"]}
-        | _GELU
-        | {"relu": {"activation": "relu"}},
-        "scale_attn_weights": {True: {}},
-        "scale_attn_by_inverse_layer_idx": {False: {}},
-        "add_cross_attention": {False: {}},
-    },
-    # Dropout, the order of the attention's arithmetic, heads of other tasks.
-    implied=(
-        "resid_pdrop embd_pdrop attn_pdrop reorder_and_upcast_attn summary_type summary_use_proj "
-        "summary_activation summary_proj_to_labels summary_first_dropout"
-    ).split(),
-)
-
-# One tensor for queries, keys and values, one for gate and partner.
-PHI3 = _like_llama(
-    "phi3",
-    "Phi3",
-    layer=parts.MLP
-    | {
-        "self_attention.linear_qkv.": attention("self_attn.qkv_proj."),
-        "mlp.linear_fc1.": made_of("mlp.gate_up_proj."),
-    },
-    rope=parts.PARTIAL_ROPE,
-    more=(parts.WINDOW,),
-    # Its original length counts with longrope only, which is refused.
-    implied=("resid_pdrop", "embd_pdrop", "original_max_position_embeddings"),
-)
-
-# Layer norms centred at zero, squared ReLU, a part of each head rotated.
-NEMOTRON = _like_llama(
-    "nemotron",
-    "Nemotron",
-    norm_eps="norm_eps",
-    always={"normalization": "layernorm1p"},
-    layer=_WITHOUT_GATE,
-    choices=_NO_BIAS
-    | {"hidden_act": {"relu2": {"activation": "squared-relu"}}, "mlp_bias": {False: {}}},
-    rope=parts.PARTIAL_ROPE,
-)
-
-# Biases and layer norms, an MLP without a gate.
-STARCODER2 = _like_llama(
-    "starcoder2",
-    "Starcoder2",
-    norm_eps="norm_epsilon",
-    always={"normalization": "layernorm", "bias": True},
-    layer=_WITHOUT_GATE
-    | {"mlp.linear_fc1.": made_of("mlp.c_fc."), "mlp.linear_fc2.": made_of("mlp.c_proj.")},
-    choices={"hidden_act": _GELU, "use_bias": {True: {}}},
-    more=(parts.WINDOW,),
-    implied=("residual_dropout", "embedding_dropout"),
-)
-
-# Mistral with a mixture of experts in each layer.
-_EXPERT = "block_sparse_moe.experts.{expert}."
-MIXTRAL = _like_llama(
-    "mixtral",
-    "Mixtral",
-    same={
-        "intermediate_size": "moe_ffn_hidden_size",
-        "num_local_experts": "num_moe_experts",
-        "num_experts_per_tok": "moe_router_topk",
-    },
-    # Its weights of the chosen experts add up to 1.
-    always={"moe_router_pre_softmax": False},
-    layer={
-        "mlp.router.": made_of("block_sparse_moe.gate."),
-        "mlp.experts.experts.linear_fc1.": made_of(_EXPERT + "w1.", _EXPERT + "w3."),
-        "mlp.experts.experts.linear_fc2.": made_of(_EXPERT + "w2."),
-        "pre_mlp_layernorm.": made_of("post_attention_layernorm."),
-    },
-    more=(parts.WINDOW,),
-)
-
-# Qwen2 with a mixture of experts and one that all tokens share, behind a gate.
-QWEN2_MOE = _like_llama(
-    "qwen2_moe",
-    "Qwen2Moe",
-    same=parts.QWEN_EXPERTS
-    | {"shared_expert_intermediate_size": "moe_shared_expert_intermediate_size"},
-    always={"moe_shared_expert_gate": True},
-    layer=parts.MLP
-    | parts.EXPERTS
-    | {
-        "mlp.shared_experts.linear_fc1.": made_of(
-            "mlp.shared_expert.gate_proj.", "mlp.shared_expert.up_proj."
-        ),
-        "mlp.shared_experts.linear_fc2.": made_of("mlp.shared_expert.down_proj."),
-        "mlp.shared_experts.gate_": made_of("mlp.shared_expert_gate."),
-    },
-    choices={
-        "norm_topk_prob": parts.NORMALIZED_WEIGHTS,
-        "qkv_bias": {True: {"qkv_bias": True}, False: {"qkv_bias": False}},
-    },
-    more=(parts.SWITCHED_WINDOW, parts.NUMBER_OF_EXPERTS, parts.EXPERT_LAYERS),
-)
-
-# Qwen3 with a mixture of experts, in all layers or in some.
-QWEN3_MOE = _like_llama(
-    "qwen3_moe",
-    "Qwen3Moe",
-    same=parts.QWEN_EXPERTS,
-    always={"qk_layernorm": True},
-    layer=parts.QUERY_KEY_NORM | parts.MLP | parts.EXPERTS,
-    choices=_NO_BIAS | {"norm_topk_prob": parts.NORMALIZED_WEIGHTS},
-    more=(parts.ALL_WINDOWS, parts.NUMBER_OF_EXPERTS, parts.EXPERT_LAYERS),
+_TABLES = (
+    # Llama 2, 3, 3.1, 3.2 and what shares their layers.
+    _like_llama("llama", choices=_NO_BIAS | {"mlp_bias": {False: {}}}),
+    # A sliding window.
+    _like_llama("mistral", more=(parts.WINDOW,)),
+    # Qwen2 and Qwen2.5: biases of queries, keys and values only.
+    _like_llama("qwen2", always={"qkv_bias": True}, more=(parts.SWITCHED_WINDOW,)),
+    # Queries and keys normalized per head.
+    _like_llama(
+        "qwen3",
+        always={"qk_layernorm": True},
+        layer=parts.QUERY_KEY_NORM | parts.MLP,
+        choices=_NO_BIAS,
+        more=(parts.SWITCHED_WINDOW,),
+    ),
+    # Norms centred at zero, embeddings scaled by the root of the hidden size.
+    _like_llama(
+        "gemma",
+        always={"apply_embedding_scaling": True, "layernorm_zero_centered_gamma": True},
+        # Its first files say gelu and mean the tanh form; the class reads hidden_activation.
+        choices=_NO_BIAS
+        | _CAUSAL
+        | {"hidden_act": {"gelu_pytorch_tanh": parts.GATED_ACTIVATIONS["gelu_pytorch_tanh"]}},
+        implied=("hidden_activation",),
+    ),
+    _like_llama("gemma2", **_GEMMA_2),
+    # The text model: queries and keys normalized, two rotations.
+    _like_llama(
+        "gemma3_text",
+        rope=parts.TWO_ROPES,
+        **_GEMMA_2
+        | {
+            "always": _GEMMA_2["always"] | {"qk_layernorm": True},
+            "layer": parts.QUERY_KEY_NORM | _GEMMA_2["layer"],
+        },
+    ),
+    _like_llama("olmo2", **_OLMO),
+    _like_llama("olmo3", rope=parts.TWO_ROPES, more=(parts.LAYER_WINDOWS,), **_OLMO),
+    # Factors of embeddings, attention scores, branches and logits.
+    _like_llama(
+        "granite",
+        same={
+            name: name
+            for name in ("embedding_multiplier", "residual_multiplier", "logits_scaling")
+        },
+        choices=_NO_BIAS | {"mlp_bias": {False: {}}},
+        more=(parts.ATTENTION_MULTIPLIER,),
+    ),
+    # Attention beside the MLP, layer norms without bias, rotation in the layers with a window.
+    _like_llama(
+        "cohere2",
+        norm_eps="layer_norm_eps",
+        always={
+            "normalization": "layernorm",
+            "layernorm_bias": False,
+            "parallel_attention": True,
+            "rotary_interleaved": True,
+        },
+        layer=parts.MLP_WITHOUT_NORM,
+        choices=_NO_BIAS,
+        more=(parts.ROTATED_WINDOWS, parts.LOGIT_SCALE),
+    ),
+    # Layers without rotation.
+    _like_llama(
+        "smollm3",
+        choices=_NO_BIAS | {"mlp_bias": {False: {}}, "use_sliding_window": {False: {}}},
+        more=(parts.ROTATED_LAYERS,),
+        implied=("sliding_window",),
+    ),
+    _like_llama("glm", always={"rotary_interleaved": True}, layer=_GLM_MLP, **_GLM),
+    _like_llama(
+        "glm4",
+        always={"rotary_interleaved": True, "norm_position": "both"},
+        layer=_GLM_MLP
+        | {
+            parts.ATTENTION_END: Rule("post_self_attn_layernorm."),
+            parts.MLP_END: Rule("post_mlp_layernorm."),
+        },
+        **_GLM,
+    ),
+    # Learned positions, biases, matrices stored transposed.
+    Architecture(
+        model_type="gpt2",
+        same={
+            "vocab_size": "override_vocab_size",
+            "n_embd": "hidden_size",
+            "n_inner": "ffn_hidden_size",
+            "n_layer": "num_layers",
+            "n_head": "num_attention_heads",
+            "n_positions": "max_position_embeddings",
+            "layer_norm_epsilon": "layernorm_epsilon",
+            "tie_word_embeddings": "share_embeddings_and_output_weights",
+            "initializer_range": "init_method_std",
+        },
+        always={
+            "normalization": "layernorm",
+            "bias": True,
+            "position_embedding_type": "learned_absolute",
+            "hidden_dropout": 0.0,
+            "attention_dropout": 0.0,
+        },
+        base="transformer.",
+        outside=parts.OUTSIDE
+        | {
+            "embedding.word_embeddings.": Rule("wte."),
+            "embedding.position_embeddings.": Rule("wpe."),
+            "decoder.final_layernorm.": Rule("ln_f."),
+        },
+        layer={
+            "self_attention.linear_qkv.": Attention("attn.c_attn.", transposed=True),
+            "self_attention.linear_qkv.layer_norm_": Rule("ln_1."),
+            "self_attention.linear_proj.": Rule("attn.c_proj.", transposed=True),
+            "mlp.linear_fc1.": Rule("mlp.c_fc.", transposed=True),
+            "mlp.linear_fc1.layer_norm_": Rule("ln_2."),
+            "mlp.linear_fc2.": Rule("mlp.c_proj.", transposed=True),
+        },
+        layers="h.{layer}.",
+        token_head="/classifier.",
+        choices={
+            "activation_function": {"gelu_new": _GELU["gelu_pytorch_tanh"]}
+            | _GELU
+            | {"relu": {"activation": "relu"}},
+            "scale_attn_weights": {True: {}},
+            "scale_attn_by_inverse_layer_idx": {False: {}},
+            "add_cross_attention": {False: {}},
+        },
+        # Dropout, the order of the attention's arithmetic, heads of other tasks.
+        implied="""resid_pdrop embd_pdrop attn_pdrop reorder_and_upcast_attn
+        summary_type summary_use_proj summary_activation summary_proj_to_labels
+        summary_first_dropout""".split(),
+    ),
+    # One tensor for queries, keys and values, one for gate and partner.
+    _like_llama(
+        "phi3",
+        layer=parts.MLP
+        | {
+            "self_attention.linear_qkv.": Attention("self_attn.qkv_proj."),
+            "mlp.linear_fc1.": Rule("mlp.gate_up_proj."),
+        },
+        rope=parts.PARTIAL_ROPE,
+        more=(parts.WINDOW,),
+        # Its original length counts with longrope only, which is refused.
+        implied=("resid_pdrop", "embd_pdrop", "original_max_position_embeddings"),
+    ),
+    # Layer norms centred at zero, squared ReLU, a part of each head rotated.
+    _like_llama(
+        "nemotron",
+        norm_eps="norm_eps",
+        always={"normalization": "layernorm1p"},
+        layer=_WITHOUT_GATE,
+        choices=_NO_BIAS
+        | {"hidden_act": {"relu2": {"activation": "squared-relu"}}, "mlp_bias": {False: {}}},
+        rope=parts.PARTIAL_ROPE,
+    ),
+    # Biases and layer norms, an MLP without a gate.
+    _like_llama(
+        "starcoder2",
+        norm_eps="norm_epsilon",
+        always={"normalization": "layernorm", "bias": True},
+        layer=_WITHOUT_GATE
+        | {"mlp.linear_fc1.": Rule("mlp.c_fc."), "mlp.linear_fc2.": Rule("mlp.c_proj.")},
+        choices={"hidden_act": _GELU, "use_bias": {True: {}}},
+        more=(parts.WINDOW,),
+        implied=("residual_dropout", "embedding_dropout"),
+    ),
+    # Mistral with a mixture of experts in each layer.
+    _like_llama(
+        "mixtral",
+        same={
+            "intermediate_size": "moe_ffn_hidden_size",
+            "num_local_experts": "num_moe_experts",
+            "num_experts_per_tok": "moe_router_topk",
+        },
+        # Its weights of the chosen experts add up to 1.
+        always={"moe_router_pre_softmax": False},
+        layer={
+            "mlp.router.": Rule("block_sparse_moe.gate."),
+            "mlp.experts.experts.linear_fc1.": Rule(_EXPERT + "w1.", _EXPERT + "w3."),
+            "mlp.experts.experts.linear_fc2.": Rule(_EXPERT + "w2."),
+            "pre_mlp_layernorm.": Rule("post_attention_layernorm."),
+        },
+        more=(parts.WINDOW,),
+    ),
+    # Qwen2 with a mixture of experts and one that all tokens share, behind a gate.
+    _like_llama(
+        "qwen2_moe",
+        same=parts.QWEN_EXPERTS
+        | {"shared_expert_intermediate_size": "moe_shared_expert_intermediate_size"},
+        always={"moe_shared_expert_gate": True},
+        layer=parts.MLP
+        | parts.EXPERTS
+        | {
+            "mlp.shared_experts.linear_fc1.": Rule(
+                "mlp.shared_expert.gate_proj.", "mlp.shared_expert.up_proj."
+            ),
+            "mlp.shared_experts.linear_fc2.": Rule("mlp.shared_expert.down_proj."),
+            "mlp.shared_experts.gate_": Rule("mlp.shared_expert_gate."),
+        },
+        choices={
+            "norm_topk_prob": parts.NORMALIZED_WEIGHTS,
+            "qkv_bias": {True: {"qkv_bias": True}, False: {"qkv_bias": False}},
+        },
+        more=(parts.SWITCHED_WINDOW, parts.NUMBER_OF_EXPERTS, parts.EXPERT_LAYERS),
+    ),
+    # Qwen3 with a mixture of experts, in all layers or in some.
+    _like_llama(
+        "qwen3_moe",
+        same=parts.QWEN_EXPERTS,
+        always={"qk_layernorm": True},
+        layer=parts.QUERY_KEY_NORM | parts.MLP | parts.EXPERTS,
+        choices=_NO_BIAS | {"norm_topk_prob": parts.NORMALIZED_WEIGHTS},
+        more=(parts.ALL_WINDOWS, parts.NUMBER_OF_EXPERTS, parts.EXPERT_LAYERS),
+    ),
 )
 
 # By `model_type`; a model of no Hugging Face form is written as the first that can express it.
-ARCHITECTURES = {
-    architecture.model_type: architecture
-    for architecture in (
-        LLAMA,
-        MISTRAL,
-        QWEN2,
-        QWEN3,
-        GEMMA,
-        GEMMA2,
-        GEMMA3,
-        OLMO2,
-        OLMO3,
-        GRANITE,
-        COHERE2,
-        SMOLLM3,
-        GLM,
-        GLM4,
-        GPT2,
-        PHI3,
-        NEMOTRON,
-        STARCODER2,
-        MIXTRAL,
-        QWEN2_MOE,
-        QWEN3_MOE,
-    )
-}
-
+ARCHITECTURES = {architecture.model_type: architecture for architecture in _TABLES}
 
 # `model_type` -> why a model cannot be computed here
 REFUSED = {

@@ -7,15 +7,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from nemo_aligner.checkpoint.hugging_face.architecture import (
+    Attention,
     Part,
     Rule,
     Unsupported,
-    attention,
     expert_layers,
     layers_without_rotation,
-    made_of,
     windowed_layers,
 )
+from nemo_aligner.checkpoint.stored_weights import heads_of
+from nemo_aligner.config.values import is_number
 
 Config = Mapping[str, Any]
 
@@ -62,14 +63,8 @@ YARN = {
 }
 # Names of rotary positions in transformers 5, and before.
 _ROPE_NAMES = ("rope_parameters", "rope_theta", "rope_scaling", "partial_rotary_factor")
-
-
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 _NUMBERS = ("rope_theta", "partial_rotary_factor", "factor", "attention_factor")
-
-
-def _is_positive(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
 
 
 def _rope_keys(config: Config) -> dict[str, Any]:
@@ -79,7 +74,7 @@ def _rope_keys(config: Config) -> dict[str, Any]:
     given |= config.get("rope_parameters") or {}
     kind = given.get("rope_type", given.get("type", "default"))
     for name, value in given.items():
-        if name in _NUMBERS and value is not None and not _is_positive(value):
+        if name in _NUMBERS and value is not None and not (is_number(value) and value > 0):
             raise Unsupported(f"rope_parameters.{name}={value!r} is not a positive number.")
     if kind != "default" and given.get("factor") is None:
         raise Unsupported(f"rope_parameters.rope_type={kind!r} has no factor.")
@@ -203,16 +198,11 @@ PARTIAL_ROPE = Part(_ROPE_NAMES, _rope_keys, _partial_rope_config)
 def _window_keys(config: Config) -> dict[str, Any]:
     # Hugging Face counts a position's own in its window, Megatron Core does not.
     window, kinds = config.get("sliding_window"), config.get("layer_types")
-    if not window:
+    pattern = [1] if kinds is None else [int(kind == "sliding_attention") for kind in kinds]
+    if not window or not any(pattern):
         return {"window_size": None}
     keys: dict[str, Any] = {"window_size": [int(window) - 1, 0]}
-    if kinds is not None:
-        pattern = [int(kind == "sliding_attention") for kind in kinds]
-        if not any(pattern):
-            return {"window_size": None}
-        if not all(pattern):
-            keys["window_attn_skip_freq"] = pattern
-    return keys
+    return keys if all(pattern) else keys | {"window_attn_skip_freq": pattern}
 
 
 def _window_config(keys: Config) -> dict[str, Any]:
@@ -220,7 +210,9 @@ def _window_config(keys: Config) -> dict[str, Any]:
     return {"sliding_window": int(keys["window_size"][0]) + 1 if any(layers) else None}
 
 
-WINDOW = Part(("sliding_window", "layer_types"), _window_keys, _window_config)
+def _layer_windows_config(keys: Config) -> dict[str, Any]:
+    layers = windowed_layers(keys) or [0] * int(keys["num_layers"])
+    return _window_config(keys) | {"layer_types": [_LAYER_TYPES[each] for each in layers]}
 
 
 def _switched_window_keys(config: Config) -> dict[str, Any]:
@@ -237,46 +229,27 @@ def _switched_window_config(keys: Config) -> dict[str, Any]:
     layers = windowed_layers(keys)
     if not any(layers):
         return {"use_sliding_window": False}
-    return _window_config(keys) | {
-        "use_sliding_window": True,
-        "max_window_layers": layers.index(1),
-        "layer_types": [_LAYER_TYPES[windowed] for windowed in layers],
-    }
+    switch = {"use_sliding_window": True, "max_window_layers": layers.index(1)}
+    return _layer_windows_config(keys) | switch
 
 
+WINDOW = Part(("sliding_window", "layer_types"), _window_keys, _window_config)
 # Of classes that say for each layer whether it has the window.
-LAYER_WINDOWS = Part(
-    ("sliding_window", "layer_types"),
-    _window_keys,
-    lambda keys: (
-        _window_config(keys)
-        | {
-            "layer_types": [
-                _LAYER_TYPES[windowed]
-                for windowed in windowed_layers(keys) or [0] * int(keys["num_layers"])
-            ]
-        }
-    ),
-)
+LAYER_WINDOWS = Part(WINDOW.reads, _window_keys, _layer_windows_config)
 # Qwen's, which a key of its own switches on.
 SWITCHED_WINDOW = Part(
-    ("sliding_window", "layer_types", "use_sliding_window", "max_window_layers"),
+    (*WINDOW.reads, "use_sliding_window", "max_window_layers"),
     _switched_window_keys,
     _switched_window_config,
 )
 # Cohere 2's: layers without a window do not rotate.
 ROTATED_WINDOWS = Part(
-    LAYER_WINDOWS.reads,
+    WINDOW.reads,
     lambda config: (
         _window_keys(config)
         | {"no_rope_freq": [int(kind == _LAYER_TYPES[0]) for kind in config["layer_types"]]}
     ),
-    LAYER_WINDOWS.config,
-)
-LOGIT_SCALE = Part(
-    ("logit_scale",),
-    lambda config: {"logits_scaling": float(f"{1 / config['logit_scale']:.12g}")},
-    lambda keys: {"logit_scale": float(f"{1 / keys['logits_scaling']:.12g}")},
+    _layer_windows_config,
 )
 # Qwen3-MoE's: in all layers, whatever max_window_layers says.
 ALL_WINDOWS = Part(
@@ -305,8 +278,7 @@ def _expert_layers_keys(config: Config) -> dict[str, Any]:
 def _expert_layers_config(keys: Config) -> dict[str, Any]:
     if not keys["num_moe_experts"]:
         return {}
-    pattern = expert_layers(keys)
-    dense = [layer for layer, experts in enumerate(pattern) if not experts]
+    dense = [layer for layer, experts in enumerate(expert_layers(keys)) if not experts]
     return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
 
 
@@ -346,44 +318,48 @@ ROTATED_LAYERS = Part(
 )
 
 
-def _attention_multiplier(keys: Config) -> dict[str, float]:
-    head = keys["kv_channels"] or int(keys["hidden_size"]) // int(keys["num_attention_heads"])
-    return {"attention_multiplier": float(keys["query_pre_attn_scalar"] or head) ** -0.5}
+def _rounded(number: float) -> float:
+    return float(f"{number:.12g}")  # 0.2 is 1 / sqrt(25)
 
 
-# Granite's factor of the attention scores. Rounded: 0.2 is 1 / sqrt(25).
+# Granite's factor of the attention scores.
 ATTENTION_MULTIPLIER = Part(
     ("attention_multiplier",),
-    lambda config: {
-        "query_pre_attn_scalar": float(f"{config['attention_multiplier'] ** -2:.12g}")
+    lambda config: {"query_pre_attn_scalar": _rounded(config["attention_multiplier"] ** -2)},
+    lambda keys: {
+        "attention_multiplier": float(keys["query_pre_attn_scalar"] or heads_of(keys).size) ** -0.5
     },
-    _attention_multiplier,
+)
+# Cohere's divides.
+LOGIT_SCALE = Part(
+    ("logit_scale",),
+    lambda config: {"logits_scaling": _rounded(1 / config["logit_scale"])},
+    lambda keys: {"logit_scale": _rounded(1 / keys["logits_scaling"])},
 )
 
 # --- names of weights ---
 
 OUTSIDE: dict[str, Rule] = {
-    "embedding.word_embeddings.": made_of("embed_tokens."),
-    "decoder.final_layernorm.": made_of("norm."),
-    "output_layer.": made_of("/lm_head."),
-    "rm_head.": made_of("/score."),
-}
-ATTENTION: dict[str, Rule] = {
-    "self_attention.linear_qkv.": attention(
-        "self_attn.q_proj.", "self_attn.k_proj.", "self_attn.v_proj."
-    ),
-    "self_attention.linear_proj.": made_of("self_attn.o_proj."),
-    "self_attention.linear_qkv.layer_norm_": made_of("input_layernorm."),
+    "embedding.word_embeddings.": Rule("embed_tokens."),
+    "decoder.final_layernorm.": Rule("norm."),
+    "output_layer.": Rule("/lm_head."),
+    "rm_head.": Rule("/score."),
 }
 WITHOUT_NORM: dict[str, Rule] = {
-    name: rule for name, rule in ATTENTION.items() if not name.endswith("norm_")
+    "self_attention.linear_qkv.": Attention(
+        "self_attn.q_proj.", "self_attn.k_proj.", "self_attn.v_proj."
+    ),
+    "self_attention.linear_proj.": Rule("self_attn.o_proj."),
+}
+ATTENTION: dict[str, Rule] = WITHOUT_NORM | {
+    "self_attention.linear_qkv.layer_norm_": Rule("input_layernorm."),
 }
 MLP_WITHOUT_NORM: dict[str, Rule] = {
-    "mlp.linear_fc1.": made_of("mlp.gate_proj.", "mlp.up_proj."),
-    "mlp.linear_fc2.": made_of("mlp.down_proj."),
+    "mlp.linear_fc1.": Rule("mlp.gate_proj.", "mlp.up_proj."),
+    "mlp.linear_fc2.": Rule("mlp.down_proj."),
 }
 MLP: dict[str, Rule] = MLP_WITHOUT_NORM | {
-    "mlp.linear_fc1.layer_norm_": made_of("post_attention_layernorm."),
+    "mlp.linear_fc1.layer_norm_": Rule("post_attention_layernorm."),
 }
 # Norms after attention and MLP, the only ones (OLMo) or beside those before (Gemma, GLM).
 ATTENTION_END, MLP_END = (
@@ -391,17 +367,15 @@ ATTENTION_END, MLP_END = (
     "mlp.linear_fc2.post_layernorm.",
 )
 QUERY_KEY_NORM: dict[str, Rule] = {
-    "self_attention.q_layernorm.": made_of("self_attn.q_norm."),
-    "self_attention.k_layernorm.": made_of("self_attn.k_norm."),
+    "self_attention.q_layernorm.": Rule("self_attn.q_norm."),
+    "self_attention.k_layernorm.": Rule("self_attn.k_norm."),
 }
 _EXPERT = "mlp.experts.{expert}."
 # Beside layers with one MLP.
 EXPERTS: dict[str, Rule] = {
-    "mlp.router.": made_of("mlp.gate."),
-    "mlp.experts.experts.linear_fc1.": made_of(_EXPERT + "gate_proj.", _EXPERT + "up_proj."),
-    "mlp.experts.experts.linear_fc2.": made_of(_EXPERT + "down_proj."),
-    "pre_mlp_layernorm.": made_of("post_attention_layernorm.", beside="mlp.gate.weight"),
-    "mlp.linear_fc1.layer_norm_": made_of(
-        "post_attention_layernorm.", beside="mlp.down_proj.weight"
-    ),
+    "mlp.router.": Rule("mlp.gate."),
+    "mlp.experts.experts.linear_fc1.": Rule(_EXPERT + "gate_proj.", _EXPERT + "up_proj."),
+    "mlp.experts.experts.linear_fc2.": Rule(_EXPERT + "down_proj."),
+    "pre_mlp_layernorm.": Rule("post_attention_layernorm.", beside="mlp.gate."),
+    "mlp.linear_fc1.layer_norm_": Rule("post_attention_layernorm.", beside="mlp.down_proj."),
 }

@@ -10,8 +10,6 @@ A projection without an adapter gets one of zeros, whose gradient is zero too: i
 PEFT. One that is zero in all layers is not written. Lower ranks are filled up with rows of zeros.
 """
 
-import functools
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,12 +27,13 @@ from nemo_aligner.checkpoint.forms import PEFT_CONFIG
 from nemo_aligner.checkpoint.hugging_face import architecture as hf
 from nemo_aligner.checkpoint.hugging_face import peft_config, writing
 from nemo_aligner.checkpoint.hugging_face.architectures import ARCHITECTURES, expressing
-from nemo_aligner.checkpoint.hugging_face.reading import ORIGIN, Tensors
+from nemo_aligner.checkpoint.hugging_face.reading import ORIGIN, Tensors, head_keys
 from nemo_aligner.checkpoint.stored_weights import (
     LAYERS,
     Slice,
     TensorSource,
     is_gated,
+    stored_dtype,
     whole_tensor,
 )
 from nemo_aligner.config.defaults import complete_model
@@ -94,8 +93,7 @@ class Modules:
 
     def name(self, weight: Weight, index: int, layer: int) -> str:
         """The module of the `index`-th projection of a weight in a layer (from 0)."""
-        place = hf.Place(weight.rule, "", layer)
-        return self.layout.name(weight.rule.names[index], place).removesuffix(".")
+        return self.layout.named(weight.rule, "", layer).names[index].removesuffix(".")
 
     def short_name(self, weight: Weight, index: int) -> str:
         """The end of the module's name that no module without an adapter has."""
@@ -111,27 +109,21 @@ class Modules:
             for layer in settings.layers or range(1, self.layout.layers + 1):
                 yield self.weights[target], layer
 
-    def rows(self, weight: Weight, index: int) -> int:
-        name = weight.rule.names[index]
-        runs = weight.rule.runs(weight.rows, self.layout.heads)
-        return sum(run.count for run in runs if run.name == name)
+    def rows(self, weight: Weight) -> dict[str, int]:
+        """Rows of B of each projection, by the name in its rule."""
+        shapes = weight.rule.shapes((weight.rows,), self.layout.heads)
+        return {name: rows for name, (rows,) in shapes.items()}
 
     def head(self, kind: str) -> str:
         """Hugging Face's name of the head's `weight` or `bias`."""
-        return self.layout.name(self.layout.outside[hf.HEAD].names[0], hf.Place(hf.Rule(()), kind))
+        return self.layout.named(self.layout.outside[hf.HEAD], kind).names[0]
 
 
 def modules_of(section: DictConfig, names: Sequence[str] = ()) -> Modules:
     """The modules of a model; `Unsupported`: no architecture can express it. `names`, of modules
     with adapters, decide between architectures if the model came from none.
     """
-    given = json.dumps(plain_dict(section, resolve=True), sort_keys=True, default=str)
-    return _modules_of(given, tuple(names))
-
-
-@functools.lru_cache(maxsize=8)  # the start of a job asks several times, and defaults take a while
-def _modules_of(section: str, names: tuple[str, ...]) -> Modules:
-    keys = plain_dict(complete_model(json.loads(section)), resolve=True)
+    keys = plain_dict(complete_model(section), resolve=True)
     kind = (keys.get(ORIGIN) or {}).get("model_type")
     if kind in ARCHITECTURES:
         return Modules(ARCHITECTURES[kind], keys)
@@ -146,13 +138,19 @@ def _modules_of(section: str, names: tuple[str, ...]) -> Modules:
 # --- reading ---
 
 
+def _base_here(config: peft_config.AdapterConfig) -> Path | None:
+    """The base that a folder of PEFT names; None: none, or none on this machine."""
+    path = None if config.base is None else Path(config.base).expanduser()
+    return None if path is None or not path.exists() else path.absolute()
+
+
 def base_path(path: Path) -> Path:
     """The base that a folder of PEFT names; `UserError`: none, or none on this machine."""
-    name = peft_config.read(path).base
-    if name is not None and Path(name).expanduser().exists():
-        return Path(name).expanduser().absolute()
+    config = peft_config.read(path)
+    if (found := _base_here(config)) is not None:
+        return found
     raise UserError(
-        f"{path} holds adapters, but their base, base_model_name_or_path={name!r} in "
+        f"{path} holds adapters, but their base, base_model_name_or_path={config.base!r} in "
         f"{PEFT_CONFIG}, is not on this machine. Set it to the folder of the base "
         "there, give the base with --base (nemo-aligner convert hf-to-nemo or "
         "merge-lora), or start the job from the base with model.peft.restore_from_path naming the "
@@ -167,10 +165,9 @@ def adapter_section(path: Path, model: DictConfig) -> DictConfig:
     tensors = PeftTensors(path, model)
     section = OmegaConf.create(plain_dict(model, resolve=True))
     section.update(tensors.head_keys())
-    name = tensors.config.base
-    local = name is not None and Path(name).expanduser().exists()
-    base = str(Path(str(name)).expanduser().absolute()) if local else name
-    section[BASE_SECTION] = Base(base, base_checksum(path)).to_config()
+    here = _base_here(tensors.config)
+    base = Base(tensors.config.base if here is None else str(here), base_checksum(path))
+    section[BASE_SECTION] = base.to_config()
     section.peft = {"peft_scheme": LORA, "lora_tuning": tensors.settings.to_config()}
     return section
 
@@ -184,7 +181,7 @@ def base_checksum(path: Path) -> str | None:
 def file_tensors(path: Path) -> Tensors:
     """The tensors in a folder of PEFT by name; `UserError`: missing, broken, pickled."""
     if (path / WEIGHTS_FILE).is_file():
-        return Tensors(path, WEIGHTS_FILE)
+        return Tensors(path, [WEIGHTS_FILE])
     if (path / _PICKLED).is_file():
         raise UserError(
             f"{path} holds pickled adapters ({_PICKLED}), which can run code and are not read. "
@@ -192,13 +189,6 @@ def file_tensors(path: Path) -> Tensors:
             ".save_pretrained(NEW_FOLDER)."
         )
     raise UserError(f"{path} holds no {WEIGHTS_FILE}; copy it again.")
-
-
-@dataclass(frozen=True)
-class _Adapter:
-    stem: str  # its name in the file but for `A` and `B`
-    rank: int
-    alpha: float  # `alpha / rank` is what its output is multiplied by
 
 
 class PeftTensors:
@@ -210,8 +200,8 @@ class PeftTensors:
         self.path = path
         self.config = peft_config.read(path)
         self.file = file_tensors(path)
-        stems = [name.removesuffix(A) for name in self.file.shapes() if name.endswith(A)]
-        names = [stem.removeprefix(NAME_PREFIX).removesuffix(".") for stem in stems]
+        first = [name for name in self.file.shapes() if name.endswith("." + A)]
+        names = [name.removeprefix(NAME_PREFIX).removesuffix("." + A) for name in first]
         if self.config.role != hf.CAUSAL_LM:  # its head's name depends on it
             role = {"output_sequence": self.config.role == hf.PER_TOKEN}
             model = OmegaConf.merge(model, role)
@@ -219,17 +209,16 @@ class PeftTensors:
         self._has_head = "reward_model_type" in model
         self._heads = self._find_heads()
         self._found = self._find_adapters()
-        self._rank, self._alpha = max((each.rank, each.alpha) for each in self._found.values())
         self._check_complete()
         self.settings = self._settings()
+        self.dtype = stored_dtype(self.file, first[0])
         self._shapes = {key: self.file.shapes()[name] for key, name in self._heads.items()}
         self._places: dict[str, tuple[Weight, int]] = {}
         for weight, layer in self.modules.adapted(self.settings):
             a, b = weight.keys(layer, self.modules.layers_differ)
-            self._shapes[a] = (self._blocks(weight) * self._rank, weight.columns)
-            self._shapes[b] = (weight.rows, self._rank)
+            self._shapes[a] = (self._blocks(weight) * self.settings.dim, weight.columns)
+            self._shapes[b] = (weight.rows, self.settings.dim)
             self._places |= dict.fromkeys((a, b), (weight, layer - 1))
-        self.dtype = self.file.read(stems[0] + A, (slice(0, 1), slice(0, 1))).dtype
 
     def _find_heads(self) -> dict[str, str]:
         if self.config.role == hf.CAUSAL_LM:
@@ -237,11 +226,10 @@ class PeftTensors:
         names = {hf.HEAD_KEY + kind: NAME_PREFIX + self.modules.head(kind) for kind in hf.KINDS}
         found = {key: name for key, name in names.items() if name in self.file.shapes()}
         if not found and not self._has_head:
-            name = NAME_PREFIX + self.modules.head("weight")
             raise UserError(
                 f"{self.path} says task_type={peft_config.TASKS[self.config.role]} but holds no "
-                f"{name!r}, and its base has no head either; train it with modules_to_save "
-                "naming the head."
+                f"{names[hf.HEAD_KEY + 'weight']!r}, and its base has no head either; train it "
+                "with modules_to_save naming the head."
             )
         for name in found.values():
             shape, hidden = self.file.shapes()[name], int(self.modules.keys["hidden_size"])
@@ -256,42 +244,34 @@ class PeftTensors:
         name = self._heads.get(hf.HEAD_KEY + "weight")
         if name is None:
             return {}
-        keys: dict[str, Any] = {"output_sequence": self.config.role == hf.PER_TOKEN}
-        if not self._has_head:
-            numbers = self.file.shapes()[name][0]
-            kind = "regression" if numbers > 1 else "binary_ranking"
-            keys |= {"reward_model_type": kind, "regression": {"num_attributes": numbers}}
-        return keys
+        keys = head_keys(self.file.shapes()[name][0], self.config.role == hf.PER_TOKEN)
+        return {"output_sequence": keys["output_sequence"]} if self._has_head else keys
 
-    def _find_adapters(self) -> dict[tuple[str, int, int], _Adapter]:
-        """By target, layer (from 0) and number of the projection in the weight."""
-        found: dict[tuple[str, int, int], _Adapter] = {}
+    def _find_adapters(self) -> dict[str, None]:
+        """The modules with adapters, in order."""
+        found: dict[str, None] = {}
         for name in self.file.shapes():
             if name in self._heads.values():
                 continue
             module = name.removeprefix(NAME_PREFIX).removesuffix("." + A).removesuffix("." + B)
             if not name.startswith(NAME_PREFIX) or module not in self.modules.places:
-                raise self._no_place(name)
-            weight, index, layer = self.modules.places[module]
-            stem = f"{NAME_PREFIX}{module}."
-            rank = self._checked_rank(module, stem, weight, index)
-            alpha = self.config.alpha_for(module, rank)
-            found[weight.target, layer, index] = _Adapter(stem, rank, alpha)
+                places = self.modules.places.values()
+                there = sorted({self.modules.short_name(w, index) for w, index, _ in places})
+                layout = self.modules.layout
+                raise hf.Unsupported(
+                    f"{self.path / WEIGHTS_FILE} holds {name!r}, which has no place in a model of "
+                    f"{layout.architecture.model_type} with {layout.layers} layers; adapters are "
+                    f"those (lora_A, lora_B) of {', '.join(there)}. {peft_config.REMEDY}"
+                )
+            self._check_shapes(module)
+            found[module] = None
         if not found:
             raise UserError(f"{self.path / WEIGHTS_FILE} holds no adapters.")
         return found
 
-    def _no_place(self, name: str) -> UserError:
-        there = sorted({self.modules.short_name(w, i) for w, i, _ in self.modules.places.values()})
-        layout = self.modules.layout
-        return hf.Unsupported(
-            f"{self.path / WEIGHTS_FILE} holds {name!r}, which has no place in a model of "
-            f"{layout.architecture.class_name} with {layout.layers} layers; "
-            f"adapters are those (lora_A, lora_B) of {', '.join(there)}. {peft_config.REMEDY}"
-        )
-
-    def _checked_rank(self, module: str, stem: str, weight: Weight, index: int) -> int:
-        shapes = self.file.shapes()
+    def _check_shapes(self, module: str) -> None:
+        weight, index, _layer = self.modules.places[module]
+        shapes, stem = self.file.shapes(), f"{NAME_PREFIX}{module}."
         for one, other in ((A, B), (B, A)):
             if stem + one not in shapes:
                 raise UserError(
@@ -299,7 +279,8 @@ class PeftTensors:
                     f"{stem + one!r}; copy it again."
                 )
         a, b = shapes[stem + A], shapes[stem + B]
-        rows, rank = self.modules.rows(weight, index), self.config.rank_for(module)
+        rows = self.modules.rows(weight)[weight.rule.names[index]]
+        rank = self.config.rank_for(module)
         if a != (rank, weight.columns) or b != (rows, rank):
             raise UserError(
                 f"{self.path / WEIGHTS_FILE}: {stem}lora_A and lora_B have the shapes {a} and "
@@ -307,33 +288,34 @@ class PeftTensors:
                 f"weight of shape ({rows}, {weight.columns}) they would have "
                 f"({rank}, {weight.columns}) and ({rows}, {rank}); they belong to another model."
             )
-        return rank
 
     def _check_complete(self) -> None:
         """`UserError` if a listed module lacks adapters in a layer."""
         count = self.modules.layout.layers
         layers = range(count) if self.config.layers is None else self.config.layers
-        for target, index in sorted({(target, index) for target, _layer, index in self._found}):
-            weight = self.modules.weights[target]
+        for weight, index in dict.fromkeys(self.modules.places[m][:2] for m in self._found):
             whole = "." + weight.rule.names[index].removesuffix(".")
             listed = any(whole.endswith("." + str(name)) for name in self.config.targets)
             for layer in layers if listed else ():
-                if (target, layer, index) not in self._found:
+                module = self.modules.name(weight, index, layer)
+                if module not in self._found:
                     raise UserError(
-                        f"{self.path / WEIGHTS_FILE} lacks the adapter of "
-                        f"{self.modules.name(weight, index, layer)!r}, which target_modules in "
-                        f"{PEFT_CONFIG} lists; copy it again, or it was trained on a "
-                        f"model with another number of layers than {count}."
+                        f"{self.path / WEIGHTS_FILE} lacks the adapter of {module!r}, which "
+                        f"target_modules in {PEFT_CONFIG} lists; copy it again, or it was trained "
+                        f"on a model with another number of layers than {count}."
                     )
 
     def _settings(self) -> LoRASettings:
-        targets = {target for target, _layer, _index in self._found}
-        layers = sorted({layer + 1 for _target, layer, _index in self._found})
+        config = self.config
+        rank, alpha = max((config.rank_for(each), config.alpha_for(each)) for each in self._found)
+        places = [self.modules.places[module] for module in self._found]
+        targets = {weight.target for weight, _index, _layer in places}
+        layers = sorted({layer + 1 for _weight, _index, layer in places})
         return LoRASettings(
             targets=tuple(target for target in TARGETS if target in targets),
-            dim=self._rank,
-            alpha=self._alpha,
-            dropout=self.config.dropout,
+            dim=rank,
+            alpha=alpha,
+            dropout=config.dropout,
             dropout_position="pre",
             column_init_method="kaiming",
             row_init_method="zero",
@@ -348,13 +330,8 @@ class PeftTensors:
     def read(self, key: str, part: Slice) -> Tensor:
         if not is_adapter(key):
             return self.file.read(self._heads[key], part)
-        weight, layer = self._places[key]
-        rows, columns = (slice(a, a + 1) if isinstance(a, int) else a for a in part)
-        if key.endswith(".a"):
-            values = self._a(weight, layer, columns)[rows]
-        else:
-            values = self._b(weight, layer, rows)[:, columns]
-        return values[tuple(0 if isinstance(a, int) else slice(None) for a in part)]
+        whole = self._a if key.endswith(".a") else self._b
+        return whole(*self._places[key])[part]
 
     def _blocks(self, weight: Weight) -> int:
         """The number of A's of an adapter here: GLM has one for gate and partner, but one each for
@@ -363,31 +340,35 @@ class PeftTensors:
         gated = weight.target == "mlp_fc1" and is_gated(self.modules.keys)
         return 2 if gated and self.modules.separate else len(weight.rule.names)
 
-    def _a(self, weight: Weight, layer: int, columns: slice) -> Tensor:
+    def _a(self, weight: Weight, layer: int) -> Tensor:
         """`[blocks * dim, columns]`."""
-        width = columns.stop - columns.start
-        result = torch.zeros(self._blocks(weight), self._rank, width, dtype=self.dtype)
+        result = torch.zeros(
+            self._blocks(weight), self.settings.dim, weight.columns, dtype=self.dtype
+        )
         for index, block in enumerate(result):
             index = min(index, len(weight.rule.names) - 1)
-            adapter = self._found.get((weight.target, layer, index))
-            if adapter is not None:
-                wanted = (slice(0, adapter.rank), columns)
-                block[: adapter.rank] = self.file.read(adapter.stem + A, wanted)
+            module = self.modules.name(weight, index, layer)
+            if module in self._found:
+                values = whole_tensor(self.file, f"{NAME_PREFIX}{module}.{A}")
+                block[: len(values)] = values
         return result.flatten(0, 1)
 
-    def _b(self, weight: Weight, layer: int, rows: slice) -> Tensor:
+    def _b(self, weight: Weight, layer: int) -> Tensor:
         """`[rows, dim]`, in the order of Megatron Core."""
-        result = torch.zeros(rows.stop - rows.start, self._rank, dtype=self.dtype)
+        result = torch.zeros(weight.rows, self.settings.dim, dtype=self.dtype)
+        stored: dict[str, Tensor] = {}
+        for index, name in enumerate(weight.rule.names):
+            module = self.modules.name(weight, index, layer)
+            if module in self._found:
+                values = whole_tensor(self.file, f"{NAME_PREFIX}{module}.{B}")
+                scale = self.config.alpha_for(module) / self.config.rank_for(module)
+                factor = scale / self.settings.scale  # all adapters have one scale here
+                stored[name] = values if factor == 1 else values.float() * factor
         runs = weight.rule.runs(weight.rows, self.modules.layout.heads)
-        for run, theirs, own in hf.within(runs, rows):
-            index = list(weight.rule.names).index(run.name)
-            adapter = self._found.get((weight.target, layer, index))
-            if adapter is not None:
-                values = self.file.read(adapter.stem + B, (theirs, slice(0, adapter.rank)))
-                factor = adapter.alpha / adapter.rank / self.settings.scale
-                if factor != 1:  # all adapters have one scale here
-                    values = values.float() * factor
-                result[own, : adapter.rank] = values
+        for run, theirs, own in hf.within(runs, slice(0, weight.rows)):
+            if run.name in stored:
+                values = stored[run.name][theirs]
+                result[own, : values.shape[1]] = values
         return result
 
 
@@ -421,20 +402,16 @@ def write_folder(
     for kind in hf.KINDS if heads else ():
         if hf.HEAD_KEY + kind in source.shapes() and hf.HEAD + kind not in skipped:
             tensors[NAME_PREFIX + modules.head(kind)] = whole_tensor(source, hf.HEAD_KEY + kind)
-    layers = settings.layers
-
-    def alpha(times: int) -> float:
-        value = times * settings.alpha
-        return int(value) if float(value).is_integer() else value
-
+    layers, alpha = settings.layers, settings.alpha
+    alpha = int(alpha) if float(alpha).is_integer() else alpha
     config = {
         "peft_type": "LORA",
         "task_type": peft_config.TASKS[role],
         "base_model_name_or_path": base.path,
         "r": settings.dim,
-        "lora_alpha": alpha(1),
+        "lora_alpha": alpha,
         "rank_pattern": {name: times * settings.dim for name, times in wide.items()},
-        "alpha_pattern": {name: alpha(times) for name, times in wide.items()},
+        "alpha_pattern": {name: times * alpha for name, times in wide.items()},
         "use_rslora": False,
         "lora_dropout": settings.dropout,
         "target_modules": targets,
@@ -488,9 +465,6 @@ def _pairs(
     if canonical and count == 1:  # several projections may be one module
         b = expanded(b, TARGETS[weight.target] + ".", modules.keys)
     blocks_of_a = a.chunk(count) if canonical else [a] * count
-    rows = {
-        name: b.new_empty(modules.rows(weight, index), b.shape[1])
-        for index, name in enumerate(weight.rule.names)
-    }
+    rows = {name: b.new_empty(n, b.shape[1]) for name, n in modules.rows(weight).items()}
     hf.spread(weight.rule.runs(weight.rows, modules.layout.heads), b, rows)
     return list(zip(blocks_of_a, rows.values(), strict=True))

@@ -6,7 +6,7 @@ which rank, the tensors say; by what their output is multiplied, the configurati
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from nemo_aligner.checkpoint.hugging_face.architecture import (
     Unsupported,
 )
 from nemo_aligner.checkpoint.hugging_face.reading import read_json
+from nemo_aligner.config.values import is_number
 
 TASKS = {CAUSAL_LM: "CAUSAL_LM", PER_SAMPLE: "SEQ_CLS", PER_TOKEN: "TOKEN_CLS"}
 _ROLES = {name: role for role, name in TASKS.items()} | {None: CAUSAL_LM}
@@ -75,10 +76,10 @@ class AdapterConfig:
         """Rows of a module's A, by its name in Hugging Face."""
         return int(_matching(self.rank_pattern, module, self.rank))
 
-    def alpha_for(self, module: str, rank: int) -> float:
+    def alpha_for(self, module: str) -> float:
         """Alpha: a module's adapter is multiplied by `alpha / rank`."""
         alpha = float(_matching(self.alpha_pattern, module, self.alpha))
-        return alpha * math.sqrt(rank) if self.root_of_rank else alpha
+        return alpha * math.sqrt(self.rank_for(module)) if self.root_of_rank else alpha
 
 
 def _matching(patterns: Mapping[str, float], module: str, default: float) -> float:
@@ -91,7 +92,9 @@ def read(path: Path) -> AdapterConfig:
     """The configuration in `path`; `UserError`: damaged, or (`Unsupported`) not computed here."""
     file = path / PEFT_CONFIG
     given = read_json(file)
-    _check(file, given)
+    for key, why in _unsupported(given):
+        raise Unsupported(f"{file}: {key}={given.get(key)!r} {why}. {REMEDY}")
+    _check_values(file, given)
     targets = given.get("target_modules")
     return AdapterConfig(
         base=given.get("base_model_name_or_path") or None,
@@ -113,51 +116,33 @@ def _listed(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
-def _check(file: Path, given: Mapping[str, Any]) -> None:
-    """`Unsupported` if a key asks for something else than LoRA as it is computed here."""
-
-    def refuse(key: str, why: str, remedy: str = REMEDY) -> Unsupported:
-        return Unsupported(f"{file}: {key}={given.get(key)!r} {why}. {remedy}".rstrip())
-
+def _unsupported(given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """The keys that ask for something else than LoRA as it is computed here, and for what."""
     if given.get("peft_type") != "LORA":
-        raise refuse("peft_type", "is not supported; what is: LORA")
+        yield "peft_type", "is not supported; what is: LORA"
     for key, meaning in _REFUSED.items():
         if given.get(key):
-            raise refuse(key, f"asks for {meaning}, which is not supported")
+            yield key, f"asks for {meaning}, which is not supported"
     if given.get("bias") not in (None, "none"):
-        raise refuse("bias", "trained biases of the base, which is not supported")
+        yield "bias", "trained biases of the base, which is not supported"
     if given.get("init_lora_weights", True) not in _INITIAL_VALUES:
-        raise refuse(
-            "init_lora_weights", "changes the weights of the base, which is not supported"
-        )
+        yield "init_lora_weights", "changes the weights of the base, which is not supported"
     if given.get("task_type") not in list(_ROLES):
-        known = ", ".join(TASKS.values())
-        raise refuse("task_type", f"is not supported; what is: {known}")
+        yield "task_type", f"is not supported; what is: {', '.join(TASKS.values())}"
     for name in _listed(given.get("modules_to_save")):
         if name not in HEADS:
-            raise refuse(
+            heads = f"what is: heads ({', '.join(HEADS)})"
+            yield (
                 "modules_to_save",
-                f"trained the whole of {name!r}, which is not supported; what is: heads "
-                f"({', '.join(HEADS)})",
+                f"trained the whole of {name!r}, which is not supported; {heads}",
             )
-    _check_numbers(file, given)
-    for layer in _listed(given.get("layers_to_transform")):
-        if not isinstance(layer, int) or isinstance(layer, bool) or layer < 0:
-            raise refuse("layers_to_transform", f"names {layer!r}, not the number of a layer", "")
-    base = given.get("base_model_name_or_path")
-    if base is not None and not isinstance(base, str):
-        raise refuse("base_model_name_or_path", "is not a name or a path", "")
     for key, value in given.items():
         if value and key not in _KNOWN | _REFUSED.keys():
-            raise refuse(key, "is not known here; the adapters may compute something else")
+            yield key, "is not known here; the adapters may compute something else"
 
 
-def _check_numbers(file: Path, given: Mapping[str, Any]) -> None:
-    """`Unsupported` unless ranks, alphas and dropout are numbers that can be."""
-
-    def is_number(value: Any, kinds: type | tuple[type, ...]) -> bool:
-        return isinstance(value, kinds) and not isinstance(value, bool)
-
+def _check_values(file: Path, given: Mapping[str, Any]) -> None:
+    """`Unsupported` unless ranks, alphas, dropout, layers and base are ones that can be."""
     numbers: dict[str, Any] = {"r": given.get("r"), "lora_alpha": given.get("lora_alpha")}
     for name in ("rank_pattern", "alpha_pattern"):
         patterns = given.get(name) or {}
@@ -170,9 +155,17 @@ def _check_numbers(file: Path, given: Mapping[str, Any]) -> None:
                 raise Unsupported(f"{file}: {name} has no pattern in {pattern!r}.") from error
             numbers[f"{name}.{pattern}"] = value
     for key, value in numbers.items():
-        kinds = int if key.startswith("r") else (int, float)
-        if not is_number(value, kinds) or not 0 < value < math.inf:
+        is_rank = key.startswith("r")
+        if not is_number(value) or value <= 0 or (is_rank and not isinstance(value, int)):
             raise Unsupported(f"{file}: {key}={value!r} is not a number above 0.")
     dropout = given.get("lora_dropout") or 0
-    if not is_number(dropout, (int, float)) or not 0 <= dropout < 1:
+    if not is_number(dropout) or not 0 <= dropout < 1:
         raise Unsupported(f"{file}: lora_dropout={dropout!r} is not a number from 0 to below 1.")
+    for layer in _listed(given.get("layers_to_transform")):
+        if not isinstance(layer, int) or isinstance(layer, bool) or layer < 0:
+            raise Unsupported(
+                f"{file}: layers_to_transform names {layer!r}, not the number of a layer."
+            )
+    base = given.get("base_model_name_or_path")
+    if base is not None and not isinstance(base, str):
+        raise Unsupported(f"{file}: base_model_name_or_path={base!r} is not a name or a path.")

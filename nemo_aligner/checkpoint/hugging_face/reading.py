@@ -4,10 +4,9 @@
 Core's names. No code and no pickle of a folder is run.
 """
 
-import dataclasses
 import itertools
 import json
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,17 +48,16 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 class Tensors:
-    """A `TensorSource` of the safetensors `file` in a folder (None: a model's), by their names."""
+    """A `TensorSource` of safetensors `files` in a folder, by their names. `listed`: the file of
+    each tensor by the index, if there is one.
+    """
 
-    def __init__(self, path: Path, file: str | None = None):
+    def __init__(self, path: Path, files: Iterable[str], listed: Mapping[str, str] | None = None):
         self.path = path
-        files = file or _files(path)
-        listed = {} if isinstance(files, str) else files
-        names = [files] if isinstance(files, str) else list(dict.fromkeys(files.values()))
         self.files: dict[str, str] = {}
         self._open: tuple[str, Any] | None = None
         self._shapes: dict[str, tuple[int, ...]] = {}
-        for each in names:
+        for each in files:
             opened = self._opened(each)
             for name in opened.keys():  # noqa: SIM118 (not a dict)
                 tensor = opened.get_slice(name)
@@ -68,11 +66,10 @@ class Tensors:
                         f"{path / each} holds {name} of the type {tensor.get_dtype()}; what is "
                         f"read: {', '.join(DTYPES.values())}. Name a folder that is not quantized."
                     )
-                if listed.get(name) == each or not listed:  # else it does not count
+                if listed is None or listed.get(name) == each:  # else it does not count
                     self.files[name] = each
                     self._shapes[name] = tuple(tensor.get_shape())
-        absent = sorted(listed.keys() - self._shapes.keys())
-        if absent:
+        if listed and (absent := sorted(listed.keys() - self._shapes.keys())):
             raise UserError(
                 f"{path} lacks {absent[0]!r}, which its {INDEX_FILE} lists in "
                 f"{listed[absent[0]]}; copy the folder again."
@@ -103,7 +100,7 @@ class Tensors:
         return UserError(f"{self.path / file} is damaged or incomplete ({error}); copy it again.")
 
 
-def _files(path: Path) -> dict[str, str] | str:
+def _tensors(path: Path) -> Tensors:
     if (path / INDEX_FILE).is_file():
         files = read_json(path / INDEX_FILE).get("weight_map")
         if not isinstance(files, dict) or not all(isinstance(f, str) for f in files.values()):
@@ -118,9 +115,9 @@ def _files(path: Path) -> dict[str, str] | str:
                 raise UserError(
                     f"{path} lacks the file {file} of its {INDEX_FILE}; copy it again."
                 )
-        return files
+        return Tensors(path, dict.fromkeys(files.values()), files)
     if (path / WEIGHTS_FILE).is_file():
-        return WEIGHTS_FILE
+        return Tensors(path, [WEIGHTS_FILE])
     if any((path / name).is_file() for name in _PICKLED):
         raise UserError(
             f"{path} holds pickled weights only, which can run code and are not read. Write "
@@ -130,8 +127,8 @@ def _files(path: Path) -> dict[str, str] | str:
     raise UserError(f"{path} holds no {WEIGHTS_FILE} and no {INDEX_FILE}; copy it again.")
 
 
-WITH_EXPERTS = ("mlp.router.", "mlp.experts.", "mlp.shared_experts.", "pre_mlp_layernorm.")
-WITH_MLP = ("mlp.linear_",)
+_WITH_EXPERTS = ("mlp.router.", "mlp.experts.", "mlp.shared_experts.", "pre_mlp_layernorm.")
+_WITH_MLP = ("mlp.linear_",)
 _COMPARED_ROWS = 512  # of a tied output layer that is stored all the same
 # Buffers that some versions of transformers stored.
 _BUFFERS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
@@ -147,21 +144,24 @@ class FolderWeights:
     ):
         self.path, self.keys = path, keys
         self.layout = hf.Layout(architecture, keys)
-        self.tensors = Tensors(path)
-        self._with_base = {
-            self._full_name(name): name for name in self.tensors.shapes()
-        }  # full name -> name in the files
-        self._used: set[str] = set()
-        self._sizes = self.layout.sizes()
+        self.tensors = _tensors(path)
+        # Whole name -> name in the files: folders of base models lack the prefix.
+        heads = (rule.names[0] for rule in self.layout.outside.values())
+        whole = (architecture.base, *(name[1:] for name in heads if name.startswith("/")))
+        self._names = {
+            name if name.startswith(whole) else architecture.base + name: name
+            for name in self.tensors.shapes()
+        }
+        self._shapes: dict[str, tuple[int, ...]] = {}
         tied = bool(keys.get("share_embeddings_and_output_weights"))
         absent = ("output_layer.",) * (has_head or tied) + (hf.HEAD,) * (not has_head)
-        self._shapes, lacking = self._megatron_shapes(absent)
-        unused = self._with_base.keys() - self._used - {*("lm_head.weight",) * tied}
+        used, lacking = self._find(absent)
+        unused = self._names.keys() - used - {*("lm_head.weight",) * tied}
         left = sorted(name for name in unused if not name.endswith(_BUFFERS))
         if left:
             raise UserError(
                 f"{path} holds {len(left)} weight(s) that have no place in a model of "
-                f"{architecture.class_name}, such as {left[0]!r}; the model would compute "
+                f"{architecture.model_type}, such as {left[0]!r}; the model would compute "
                 "something else."
             )
         if lacking:
@@ -169,13 +169,11 @@ class FolderWeights:
                 f"{path} lacks {lacking[0]!r} of a model with the keys of its config.json; copy "
                 "it again."
             )
-        table, output_layer = hf.TABLES
-        if tied and output_layer in self._shapes:
-            self._check_tied(table, output_layer)
-            del self._shapes[output_layer]
+        if tied and hf.TABLES[1] in self._shapes:
+            self._check_tied(*hf.TABLES)
 
     def _check_tied(self, table: str, output_layer: str) -> None:
-        """`UserError` if the output layer is not the table that it is tied to."""
+        """Drop the output layer; `UserError` if it is not the table that it is tied to."""
         rows = self._shapes[output_layer][0]
         for start in (0, max(rows - _COMPARED_ROWS, 0)):
             part: Slice = (slice(start, min(start + _COMPARED_ROWS, rows)), slice(None))
@@ -185,50 +183,41 @@ class FolderWeights:
                     "config.json says tie_word_embeddings=true; set it to false there if the "
                     "output layer counts."
                 )
-
-    def _full_name(self, name: str) -> str:
-        """A name in a model with a head: folders of base models lack the prefix."""
-        base = self.layout.architecture.base
-        templates = [rule.names[0] for rule in self.layout.outside.values()]
-        heads = tuple(name[1:] for name in templates if name.startswith("/"))
-        return name if name.startswith((base, *heads)) else base + name
+        del self._shapes[output_layer]
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return self._shapes
 
-    def _megatron_shapes(
-        self, absent: Container[str]
-    ) -> tuple[dict[str, tuple[int, ...]], list[str]]:
-        """Global shapes by Megatron Core's names, with layers by number and experts in front; and
-        what the folder lacks of them, but for the weights `absent` outside the layers.
+    def _find(self, absent: tuple[str, ...]) -> tuple[set[str], list[str]]:
+        """Note the shapes by Megatron Core's names, with layers by number and experts in front.
+        Returns the names of Hugging Face that are used, and those that the folder lacks, but for
+        the weights `absent` outside the layers.
         """
-        shapes: dict[str, tuple[int, ...]] = {}
-        lacking = []
-        has_experts = (
-            hf.expert_layers(self.keys) if self.layout.experts else [0] * self.layout.layers
-        )
-        for stem, rule, in_layer in self.layout.rules():
+        used, lacking = set[str](), list[str]()
+        layout, sizes = self.layout, self.layout.sizes()
+        has_experts = hf.expert_layers(self.keys) if layout.experts else [0] * layout.layers
+        for stem, rule, in_layer in layout.rules:
             name = stem.removeprefix(LAYERS if in_layer else hf.PREFIX)
-            experts = self.layout.experts if "{expert}" in rule.names[0] else 0
+            experts = layout.experts if "{expert}" in rule.names[0] else 0
             kinds = [kind for kind in hf.KINDS if kind == "weight" or self._has_bias(stem)]
-            layers = range(self.layout.layers) if in_layer else (None,)
+            layers = range(layout.layers) if in_layer else (None,)
             for kind, layer in itertools.product(kinds, layers):
-                places = [hf.Place(rule, kind, layer, n) for n in range(experts) or (None,)]
-                found = [self._shape(name, place) for place in places]
-                if layer is None:
-                    is_needed = name not in absent
-                else:
-                    is_needed = not name.startswith(
-                        WITH_MLP if has_experts[layer] else WITH_EXPERTS
-                    )
-                is_needed &= kind == "weight" and rule.beside is None
-                if is_needed or any(found):
-                    wanting = [p for p, shape in zip(places, found, strict=True) if shape is None]
-                    lacking += [self.layout.name(rule.names[0], place) for place in wanting]
+                each = [layout.named(rule, kind, layer, n) for n in range(experts) or (None,)]
+                axes = 2 if kind == "weight" else 1
+                found = [self._shape(one, sizes.get(name, ())[:axes]) for one in each]
+                unneeded = absent
+                if layer is not None:
+                    unneeded = _WITH_MLP if has_experts[layer] else _WITH_EXPERTS
+                needed = kind == "weight" and rule.beside is None and not name.startswith(unneeded)
+                for one, shape in zip(each, found, strict=True):
+                    if shape is not None:
+                        used |= {*one.names}
+                    elif needed or any(found):
+                        lacking.append(one.names[0])
                 if found[0] is not None:
                     key = stem if layer is None else numbered(stem, layer)
-                    shapes[key + kind] = ((experts,) if experts else ()) + found[0]
-        return shapes, lacking
+                    self._shapes[key + kind] = ((experts,) if experts else ()) + found[0]
+        return used, lacking
 
     def _has_bias(self, stem: str) -> bool:
         if stem.endswith(hf.HEAD):
@@ -239,35 +228,25 @@ class FolderWeights:
         qkv = self.keys.get("add_qkv_bias") and stem.endswith("linear_qkv.")
         return bool(qkv or (self.keys["bias"] and "linear_" in stem))
 
-    def _shape(self, name: str, place: hf.Place) -> tuple[int, ...] | None:
-        """None: the folder has no part of the weight."""
-        if place.rule.beside is not None:
-            beside = self.layout.name(place.rule.beside, dataclasses.replace(place, kind=""))
-            if beside not in self._with_base:
-                return None
-        names = [self.layout.name(template, place) for template in place.rule.names]
-        stored = {
-            name: self.tensors.shapes()[self._with_base[name]]
-            for name in names
-            if name in self._with_base
-        }
+    def _shape(self, rule: hf.Rule, size: tuple[int, ...]) -> tuple[int, ...] | None:
+        """Of the weight, `size` if that is known; None: the folder has no part of it."""
+        if rule.beside is not None and rule.beside not in self._names:
+            return None
+        shapes = self.tensors.shapes()
+        stored = {name: shapes[self._names[name]] for name in rule.names if name in self._names}
         if not stored:
             return None
-        absent = [name for name in names if name not in stored]
+        absent = [name for name in rule.names if name not in stored]
         if absent:
             raise UserError(
                 f"{self.path} has {next(iter(stored))!r} but not {absent[0]!r}; copy it again."
             )
-        self._used |= set(names)
-        sizes: tuple[int, ...] = self._sizes.get(name, ())
-        shape = sizes[: 2 if place.kind == "weight" else 1] or (
-            sum(each[0] for each in stored.values() if each),
-            *stored[names[0]][1:],
-        )
-        for part, wanted in self.layout.shapes(place, shape).items():
-            if stored[part] != wanted:
+        rows = sum(each[0] for each in stored.values() if each)
+        shape = size or (rows, *stored[rule.names[0]][1:])
+        for name, wanted in rule.shapes(shape, self.layout.heads).items():
+            if stored[name] != wanted:
                 raise UserError(
-                    f"{self.path}: {part} has the shape {stored[part]}, but the sizes in its "
+                    f"{self.path}: {name} has the shape {stored[name]}, but the sizes in its "
                     f"config.json ask for {wanted}; they belong to different models."
                 )
         return shape
@@ -275,15 +254,15 @@ class FolderWeights:
     def read(self, key: str, part: Slice) -> Tensor:
         index = tuple(axis for axis in part if isinstance(axis, int))
         rows, *columns = (axis for axis in part if isinstance(axis, slice))
-        place = self.layout.place(key, index)
-        assert place is not None, key
-        total = self._shapes[key][len(index)]
+        rule = self.layout.rule(key, index)
+        assert rule is not None, key
+        runs = rule.runs(self._shapes[key][len(index)], self.layout.heads)
         pieces = []
-        for run, theirs, _own in hf.within(self.layout.runs(place, total), rows):
+        for run, theirs, _own in hf.within(runs, rows):
             wanted = (theirs, *columns)
-            index_in_file = wanted[::-1] if place.rule.transposed else wanted
-            piece = self.tensors.read(self._with_base[run.name], index_in_file)
-            pieces.append(piece.T if place.rule.transposed and columns else piece)
+            index_in_file = wanted[::-1] if rule.transposed else wanted
+            piece = self.tensors.read(self._names[run.name], index_in_file)
+            pieces.append(piece.T if rule.transposed and columns else piece)
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
@@ -323,7 +302,12 @@ def model_section(path: Path) -> DictConfig:
     except hf.Unsupported as error:
         raise hf.Unsupported(f"{path}: {error}") from error
     keys["encoder_seq_length"] = keys["max_position_embeddings"]
-    keys |= _head_keys(config)
+    classes = " ".join(config.get("architectures") or ())
+    if classes.endswith((hf.PER_SAMPLE, hf.PER_TOKEN)):
+        keys |= head_keys(len(config.get("id2label") or (0, 1)), classes.endswith(hf.PER_TOKEN))
+        if not keys["output_sequence"]:
+            # transformers reads a reward at the last token other than this one.
+            keys["pad_token_id"] = config.get("pad_token_id")
     if any((path / name).is_file() for name in FILES_OF_TOKENIZERS):
         keys["tokenizer"] = {"library": "huggingface", "type": str(path)}
     origin = {name: value for name, value in given.items() if name not in _NOT_KEPT}
@@ -336,21 +320,12 @@ def model_section(path: Path) -> DictConfig:
     return OmegaConf.create(keys)
 
 
-def _head_keys(config: dict[str, Any]) -> dict[str, Any]:
+def head_keys(numbers: int, per_token: bool) -> dict[str, Any]:
     """Keys of a reward model, whose head gives numbers per sample, or of a critic (per token)."""
-    classes = " ".join(config.get("architectures") or ())
-    if not classes.endswith((hf.PER_SAMPLE, hf.PER_TOKEN)):
-        return {}
-    numbers = len(config.get("id2label") or (0, 1))
-    several = numbers > 1
-    # transformers reads a reward at the last token other than this one.
-    padding = (
-        {} if classes.endswith(hf.PER_TOKEN) else {"pad_token_id": config.get("pad_token_id")}
-    )
-    return padding | {
-        "reward_model_type": "regression" if several else "binary_ranking",
+    return {
+        "reward_model_type": "regression" if numbers > 1 else "binary_ranking",
         "regression": {"num_attributes": numbers},
-        "output_sequence": classes.endswith(hf.PER_TOKEN),
+        "output_sequence": per_token,
     }
 
 

@@ -8,13 +8,14 @@ import json
 import os
 import shutil
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from huggingface_hub import split_state_dict_into_shards_factory
 from nemo.utils import logging
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
@@ -25,6 +26,7 @@ from nemo_aligner.checkpoint.hugging_face import architecture as hf
 from nemo_aligner.checkpoint.hugging_face import reading
 from nemo_aligner.checkpoint.hugging_face.architectures import ARCHITECTURES, expressing
 from nemo_aligner.checkpoint.stored_weights import (
+    LAYERS,
     Slice,
     TensorSource,
     pieces,
@@ -46,7 +48,8 @@ class Written:
 
     key: str
     part: Slice
-    place: hf.Place  # what it is
+    runs: Sequence[hf.Run]
+    transposed: bool
     shapes: Mapping[str, tuple[int, ...]]  # of the tensors of Hugging Face, by their names
     dtype: torch.dtype  # of all of them
 
@@ -56,6 +59,18 @@ class Written:
             for name, shape in self.shapes.items()
         }
 
+    def size(self) -> int:
+        return sum(self.sizes().values())
+
+    def read(self, source: TensorSource) -> Iterator[Tensor]:
+        stored = source.read(self.key, self.part)
+        result = {
+            name: torch.zeros(shape[::-1] if self.transposed else shape, dtype=self.dtype)
+            for name, shape in self.shapes.items()
+        }
+        hf.spread(self.runs, stored, result)
+        return (t.T.contiguous() if self.transposed else t for t in result.values())
+
 
 def plan(
     source: TensorSource,
@@ -64,7 +79,8 @@ def plan(
     dtype: torch.dtype | None,
     leave_out: Sequence[str],
 ) -> list[Written]:
-    """What a folder will hold, layer by layer; `Unsupported`: a weight has no name there.
+    """What a folder will hold: the embedding, the layers, the rest; `Unsupported`: a weight has no
+    name there.
 
     Args:
         vocab_rows: rows of the tables without padding; those not in the source are zeros.
@@ -73,49 +89,30 @@ def plan(
     """
     result, shapes = [], source.shapes()
     dtype_of = functools.cache(lambda key: dtype or stored_dtype(source, key))
-    for key, index in pieces(source):
+    first = (hf.PREFIX + "embedding", LAYERS)
+    for key, index in sorted(pieces(source), key=lambda piece: not piece[0].startswith(first)):
         name, shape = key.removeprefix(hf.PREFIX), shapes[key][len(index) :]
         if name in leave_out:
             continue
-        place = layout.place(key, index)
-        if place is None:
+        rule = layout.rule(key, index)
+        if rule is None:
             raise hf.Unsupported(
-                f"{layout.architecture.class_name} has no weight for {name}; the model would "
+                f"{layout.architecture.model_type} has no weight for {name}; the model would "
                 "compute something else."
             )
         rest = shape
         if key in hf.TABLES:
             rest = (vocab_rows, *rest[1:])
         part: Slice = (*index, *map(functools.partial(slice, 0), map(min, rest, shape)))
-        result.append(Written(key, part, place, layout.shapes(place, rest), dtype_of(key)))
-    return sorted(result, key=_order)
-
-
-def _order(item: Written) -> tuple[int, int, int, str]:
-    """The embedding, the layers, the rest."""
-    place = item.place
-    if place.layer is None:
-        return (0 if "embedding" in item.key else 2, 0, 0, item.key)
-    return (1, place.layer, -1 if place.expert is None else place.expert, item.key)
-
-
-def read_tensors(source: TensorSource, layout: hf.Layout, item: Written) -> dict[str, Tensor]:
-    stored = source.read(item.key, item.part)
-    transposed = item.place.rule.transposed and stored.dim() > 1
-    result = {
-        name: torch.zeros(shape[::-1] if transposed else shape, dtype=item.dtype)
-        for name, shape in item.shapes.items()
-    }
-    hf.spread(layout.runs(item.place, stored.shape[0]), stored, result)
-    if transposed:
-        return {name: tensor.T.contiguous() for name, tensor in result.items()}
+        runs, theirs = rule.runs(rest[0], layout.heads), rule.shapes(rest, layout.heads)
+        transposed = rule.transposed and len(rest) > 1
+        result.append(Written(key, part, runs, transposed, theirs, dtype_of(key)))
     return result
 
 
 def write_tensors(
     folder: Path,
     source: TensorSource,
-    layout: hf.Layout,
     items: Sequence[Written],
     shard_bytes: int,
     progress: Callable[[int], None],
@@ -123,39 +120,24 @@ def write_tensors(
     """Write `model.safetensors`, or numbered files of at most `shard_bytes` (a larger tensor has
     its own) and their index; `progress` gets the number of bytes just written.
     """
-    shards = _shards(items, shard_bytes)
-    if len(shards) == 1:
-        _write_file(folder / reading.WEIGHTS_FILE, source, layout, items, progress)
-        return
+    split = split_state_dict_into_shards_factory(
+        {str(number): item for number, item in enumerate(items)},
+        get_storage_size=Written.size,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=shard_bytes,
+    )
     weight_map: dict[str, str] = {}
-    for number, shard in enumerate(shards, start=1):
-        name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        _write_file(folder / name, source, layout, shard, progress)
+    for name, numbers in split.filename_to_tensors.items():
+        shard = [items[int(number)] for number in numbers]
+        _write_file(folder / name, source, shard, progress)
         weight_map |= {tensor: name for item in shard for tensor in item.shapes}
-    total = sum(sum(item.sizes().values()) for item in items)
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (folder / reading.INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
-
-
-def _shards(items: Sequence[Written], shard_bytes: int) -> list[list[Written]]:
-    shards: list[list[Written]] = [[]]
-    size = 0
-    for item in items:
-        more = sum(item.sizes().values())
-        if shards[-1] and size + more > shard_bytes:
-            shards.append([])
-            size = 0
-        shards[-1].append(item)
-        size += more
-    return shards
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": weight_map}
+        (folder / reading.INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
 
 
 def _write_file(
-    file: Path,
-    source: TensorSource,
-    layout: hf.Layout,
-    items: Sequence[Written],
-    progress: Callable[[int], None],
+    file: Path, source: TensorSource, items: Sequence[Written], progress: Callable[[int], None]
 ) -> None:
     """The library's writer needs all tensors at once; a file is a length, JSON and the bytes."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -174,7 +156,7 @@ def _write_file(
         stream.write(struct.pack("<Q", len(text)))
         stream.write(text)
         for item in items:
-            for tensor in read_tensors(source, layout, item).values():
+            for tensor in item.read(source):
                 stream.write(tensor.view(-1).view(torch.uint8).numpy().data)
                 progress(tensor.nbytes)
 
@@ -254,11 +236,9 @@ def write_folder(
         items = plan(source, layout, vocab_rows, dtype, skipped)
         bytes_of: collections.Counter[torch.dtype] = collections.Counter()
         for item in items:
-            bytes_of[item.dtype] += sum(item.sizes().values())
+            bytes_of[item.dtype] += item.size()
         total = bytes_of.total()
-        write_tensors(
-            folder, source, layout, items, shard_bytes, lambda written: progress(written, total)
-        )
+        write_tensors(folder, source, items, shard_bytes, lambda size: progress(size, total))
         # A head may be float32 in a bfloat16 model.
         main_dtype = str(bytes_of.most_common(1)[0][0]).removeprefix("torch.")
         config |= {"vocab_size": vocab_rows, **dict.fromkeys(_DTYPE_KEYS, main_dtype)}
@@ -274,14 +254,13 @@ def _check_head(keys: Mapping[str, Any]) -> None:
     regression = keys["regression"]
     weights = list(regression["attribute_weights"] or ())
     # The weighted sum of one number is the number.
-    merges = regression["merge_attributes"]
-    merges = merges and (regression["num_attributes"] > 1 or weights not in ([], [1]))
-    for key, used in (
+    sums = regression["num_attributes"] > 1 or weights not in ([], [1])
+    for key, is_used in (
         ("use_avg_pool", keys["use_avg_pool"]),
         ("reward_standardization.enable", keys["reward_standardization"]["enable"]),
-        ("regression.merge_attributes", merges),
+        ("regression.merge_attributes", regression["merge_attributes"] and sums),
     ):
-        if used:
+        if is_used:
             raise hf.Unsupported(
                 f"Hugging Face's reward models cannot express model.{key}=True; the rewards would "
                 "change."
@@ -295,12 +274,10 @@ def role_of(
     if hf.HEAD_KEY + "weight" not in weights.shapes():
         return hf.CAUSAL_LM, ()
     _check_head(keys)
-    bias = head_bias(weights)
     if keys["output_sequence"]:
         return hf.PER_TOKEN, ()
-    if bias is None:
-        return hf.PER_SAMPLE, ()
-    if any(bias) and not drop_head_bias:
+    bias = head_bias(weights)
+    if any(bias or ()) and not drop_head_bias:
         raise hf.Unsupported(
             f"the head of the reward model has the bias {bias}, for which Hugging Face's "
             "has no place: all rewards would shift by it. Leave it out with --drop-head-bias."
