@@ -35,12 +35,7 @@ from nemo.utils.tar_utils import TarPathTraversalError, safe_extract
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
-from nemo_aligner.checkpoint import (
-    dist_ckpt,
-    file_references,
-    forms,
-    torch_dist_stream,
-)
+from nemo_aligner.checkpoint import dist_ckpt, file_references, forms
 from nemo_aligner.checkpoint.checksums import (
     Checksums,
     check_files_together,
@@ -49,12 +44,12 @@ from nemo_aligner.checkpoint.checksums import (
     check_space,
     write_manifest,
 )
-from nemo_aligner.checkpoint.dist_ckpt import barrier, failing_together
+from nemo_aligner.checkpoint.dist_ckpt import Chunk, failing_together
 from nemo_aligner.checkpoint.file_references import ARTIFACT_KEYS, TOKENIZER_TYPE, unmarked
 from nemo_aligner.checkpoint.folders import WRITING_SUFFIX, replace
 from nemo_aligner.checkpoint.forms import CONFIG_FILE, WEIGHTS_FOLDER
 from nemo_aligner.checkpoint.stored_weights import TensorSource, is_gated
-from nemo_aligner.checkpoint.torch_dist_stream import Chunk, TarFiles, TorchDistTensors
+from nemo_aligner.checkpoint.torch_dist_stream import TarFiles, TorchDistTensors
 from nemo_aligner.core.errors import DamagedFileError, UserError
 from nemo_aligner.core.leftovers import claim, temporary_folder, token_of_machine
 from nemo_aligner.parallel import parallel_state
@@ -256,7 +251,7 @@ def _unpacked_weights(path: Path) -> Iterator[Path]:
                 claim(temporary, "nemo_weights_", token).mkdir()
                 _extract(path, folder, forms.is_weight)
         yield folder
-        barrier()
+        gathered(None)  # all have read it
     finally:
         if _is_first_on_node():
             shutil.rmtree(folder, ignore_errors=True)
@@ -412,8 +407,8 @@ def write_streamed(
     *,
     as_directory: bool = False,
 ) -> None:
-    """Write a `.nemo` by `torch_dist_stream.write` in one process; a failure leaves nothing."""
-    _write(path, config, as_directory, functools.partial(torch_dist_stream.write, chunks, read))
+    """Write a `.nemo` by `dist_ckpt.write` in one process; a failure leaves nothing."""
+    _write(path, config, as_directory, functools.partial(dist_ckpt.write, chunks, read))
 
 
 def _write(

@@ -24,12 +24,12 @@ def damaged(folder: str, tokenizer_dir: str) -> dict:
     """What this rank sees of two checkpoints, of which the newer one is damaged."""
     from torch.distributed import barrier, get_rank
 
-    from nemo_aligner.checkpoint.checksums import read_manifest
+    from nemo_aligner.checkpoint.checksums import MANIFEST, parse_manifest
 
     callback = _callback(folder, tokenizer_dir)
     for step in (1, 2):
         newest = callback.custom_save({"step": step}, trainer_state={"step": step})
-    listed = sorted(read_manifest(newest) or {})
+    listed = sorted(parse_manifest((newest / MANIFEST).read_bytes(), newest))
     sound = callback.is_sound(newest)
     barrier()
     if get_rank() == 0:
