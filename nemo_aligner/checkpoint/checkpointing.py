@@ -296,8 +296,7 @@ class CheckpointCallback:
         if resume_from is not None:
             check_complete(Path(resume_from))
             check_files_together(Path(resume_from))
-            return self.load_sound(Path(resume_from))
-        folder = self.newest_sound()
+        folder = self.newest_sound() if resume_from is None else Path(resume_from)
         if folder is not None:
             return self.load_sound(folder)
         if others := folders.checkpoints_of_others(self.root):

@@ -108,19 +108,15 @@ def read_metadata(stream: Any, path: Path) -> Metadata:
 
 
 def damaged(path: Path | str, error: Exception) -> UserError:
-    return UserError(f"{path} is damaged or incomplete ({reason(error)}); copy it again.")
-
-
-def reason(error: BaseException) -> str:
-    """Why something was not read, in one line, without PyTorch's advice to let it run code."""
+    """That `path` was not read, without PyTorch's advice to let it run code."""
+    reason = str(error).partition("\n")[0]
     if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    named = re.search(r"GLOBAL ([\w.]+)", str(error))
-    if named:
-        return f"it names {named[1]}"
-    if isinstance(error, pickle.UnpicklingError) or not str(error):
-        return f"no plain data: {type(error).__name__}"
-    return str(error).splitlines()[0]
+        reason = error.strerror
+    elif named := re.search(r"GLOBAL ([\w.]+)", str(error)):
+        reason = f"it names {named[1]}"
+    elif isinstance(error, pickle.UnpicklingError) or not str(error):
+        reason = f"no plain data: {type(error).__name__}"
+    return UserError(f"{path} is damaged or incomplete ({reason}); copy it again.")
 
 
 def read_table(folder: Path, files: FileSystem | None = None) -> Metadata:
@@ -151,11 +147,15 @@ class _Inert:
 
 
 def read_objects(
-    file: Path | io.BytesIO, what: Path | str, mmap: bool = False, classes: Sequence[Any] = ()
+    file: Path | io.BytesIO,
+    what: Path | str,
+    mmap: bool = False,
+    classes: Sequence[Any] = (),
+    unread: tuple[str, ...] = _INERT,
 ) -> Any:
     """What `torch.save` wrote: tensors (in the file until used if `mmap`), plain values, arguments
-    of Megatron and objects of `classes`; `UserError`: the file `what` is damaged, or names what is
-    no data.
+    of Megatron and objects of `classes`, without objects of modules `unread`; `UserError`: the
+    file `what` is damaged, or names what is no data.
     """
     content = file.getvalue() if isinstance(file, io.BytesIO) else None
 
@@ -168,7 +168,7 @@ def read_objects(
         names = [*known]  # of a file before PyTorch 1.6
         if content is not None or zipfile.is_zipfile(file):
             names = torch.serialization.get_unsafe_globals_in_checkpoint(opened())
-        unknown = [n for n in names if n not in known and not n.startswith(_INERT)]
+        unknown = [n for n in names if n not in known and not n.startswith(unread)]
         if unknown:
             raise UserError(
                 f"{what} names {unknown[0]}, which no checkpoint needs and which may run code; do "

@@ -118,12 +118,6 @@ class _Writer(dcp.FileSystemWriter):
                 raise
             raise self.files.error from error
 
-    def write_beside(self, common: Mapping[str, Any]) -> None:
-        """Write what is beside the tensors; all ranks call it. `SaveError` on all ranks."""
-        with failing_together(self.folder):
-            if parallel_state.get_rank() == 0:
-                (self.folder / COMMON_FILE).write_bytes(_saved(common).getbuffer())
-
     def finish_together(self) -> checksums.Checksums:
         """Write the table of contents; all ranks call it after their `write`. Returns checksums of
         the large files, by name. `SaveError` on all ranks.
@@ -151,7 +145,7 @@ def save(sharded_state_dict: dict[str, Any], folder: str | Path) -> checksums.Ch
 class Save:
     """A sharded state dict being written, and `files` of this rank. All ranks make one and call
     `finish`. `in_background`: a thread of each rank writes a copy in host memory. `SaveError`, on
-    all ranks: there is no space, or rank 0 cannot begin.
+    all ranks: there is no space.
     """
 
     def __init__(
@@ -178,7 +172,8 @@ class Save:
             data[item.index] = value
         # What is written is let go: an optimizer's state is gathered for the save, and large.
         self._writer = _Writer(folder, items, lambda item: data.pop(item.index))
-        self._writer.write_beside(common)
+        if parallel_state.get_rank() == 0:
+            self._files = {**files, folder / COMMON_FILE: _saved(common).getvalue()}
         self._written: Future[None] = Future()  # this rank's part
         if in_background:
             threading.Thread(target=self._write, daemon=True, name="checkpoint").start()
@@ -250,7 +245,7 @@ def write(
         if error is not writer.files.error:
             raise  # of the source
         raise checksums.save_error(folder, error) from error
-    writer.write_beside(dict(common or {}))
+    checksums.write_durably(folder / COMMON_FILE, _saved(dict(common or {})).getvalue())
     return writer.finish_together()
 
 

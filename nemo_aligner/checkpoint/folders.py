@@ -317,14 +317,14 @@ def mismatch_remedy(
         return "Restart the critic server with the same command: the pair then matches."
     common = max(actor_checkpoints.keys() & critic_checkpoints.keys(), default=None)
     if common is None:
-        have = [
-            ", ".join(map(str, sorted(own))) for own in (actor_checkpoints, critic_checkpoints)
-        ]
+        actor, critic = (
+            ", ".join(map(str, sorted(own))) or "none"
+            for own in (actor_checkpoints, critic_checkpoints)
+        )
         return (
-            f"No step has checkpoints of both (actor: {have[0] or 'none'}; critic: "
-            f"{have[1] or 'none'}). If one of them was started with another folder than before, "
-            "give it the old one (exp_manager.explicit_log_dir); else start both anew in empty "
-            "folders."
+            f"No step has checkpoints of both (actor: {actor}; critic: {critic}). If one of them "
+            "was started with another folder than before, give it the old one "
+            "(exp_manager.explicit_log_dir); else start both anew in empty folders."
         )
     return (
         f"Both have a checkpoint of actor step {common}: restart the critic server with "

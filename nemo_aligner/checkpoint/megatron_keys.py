@@ -36,20 +36,14 @@ RENAMED = {
     "rotary_percent": "rotary_percentage",
 }
 NORMALIZATIONS = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
-# (function, gated_linear_unit) -> keys
-ACTIVATIONS: dict[tuple[str, bool], dict[str, Any]] = {
-    ("silu", True): {"activation": "fast-swiglu"},
-    ("silu", False): {"activation": "silu"},
-    ("gelu", False): {"activation": "gelu"},
-    ("gelu", True): {"activation": "geglu"},
-    ("openai_gelu", False): {"activation": "gelu", "openai_gelu": True},
-    ("openai_gelu", True): {"activation": "geglu", "openai_gelu": True},
-    ("fast_gelu", False): {"activation": "gelu", "openai_gelu": True},
-    ("fast_gelu", True): {"activation": "geglu", "openai_gelu": True},
-    ("relu", False): {"activation": "relu"},
-    ("relu", True): {"activation": "reglu"},
-    ("squared_relu", False): {"activation": "squared-relu"},
+# Function -> `activation` without and with a gate; the others compute GELU's tanh form.
+ACTIVATIONS: dict[str, tuple[str, str | None]] = {
+    "silu": ("silu", "fast-swiglu"),
+    "gelu": ("gelu", "geglu"),
+    "relu": ("relu", "reglu"),
+    "squared_relu": ("squared-relu", None),
 }
+_TANH_GELU = ("openai_gelu", "fast_gelu")
 # How a job was split, computed and initialized, also of other releases.
 IGNORED = frozenset(
     [field.name for field in dataclasses.fields(ModelParallelConfig)]
@@ -114,9 +108,11 @@ def model_keys(fields: Mapping[str, Any], refusal: Refusal, experts: bool) -> di
     keys |= {RENAMED[name]: given.pop(name) for name in RENAMED.keys() & given.keys()}
     function = last_name(given.pop("activation_func", {"_target_": "gelu"}))
     gated = bool(given.pop("gated_linear_unit", False))
-    if (function, gated) not in ACTIVATIONS:
+    is_tanh = function in _TANH_GELU
+    activation = ACTIVATIONS.get("gelu" if is_tanh else function, (None, None))[gated]
+    if activation is None:
         raise refusal("activation_func", f"{function} with gated_linear_unit={gated}")
-    keys |= ACTIVATIONS[function, gated]
+    keys |= {"activation": activation} | ({"openai_gelu": True} if is_tanh else {})
     norm = given.pop("normalization", "LayerNorm")
     if norm not in NORMALIZATIONS:
         raise refusal("normalization", norm)

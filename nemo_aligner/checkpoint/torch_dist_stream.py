@@ -7,7 +7,6 @@ can run code, and a model need not fit into memory.
 import contextlib
 import io
 import os
-import pickle
 import tarfile
 from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
@@ -26,7 +25,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.utils import _create_file_view
 
-from nemo_aligner.checkpoint.data_only import COMMON_FILE, damaged, read_table, reason
+from nemo_aligner.checkpoint.data_only import COMMON_FILE, damaged, read_objects, read_table
 from nemo_aligner.checkpoint.dist_ckpt import failing_together
 from nemo_aligner.checkpoint.stored_weights import Slice, checked, load_weights, sharded_tensors
 from nemo_aligner.core.errors import UserError
@@ -156,13 +155,5 @@ def load(sharded_state_dict: dict[str, Any], stored: TorchDistTensors) -> dict[s
                         f"{stored.folder} does not fit this job, or is incomplete: of "
                         f"{tensor.key} it has {found}, wanted is {shape}. Use another checkpoint."
                     )
-        try:
-            common = torch.load(common_file, map_location="cpu", weights_only=True)
-        except pickle.UnpicklingError as error:
-            raise UserError(
-                f"{common_file} is more than data and may run code ({reason(error)}); do not use "
-                "this file."
-            ) from error
-        except Exception as error:  # a damaged pickle can raise nearly everything
-            raise damaged(common_file, error) from error
+        common = read_objects(common_file, common_file, unread=())
     return merge(common, load_weights(stored, wanted))

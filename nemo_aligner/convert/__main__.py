@@ -135,7 +135,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(args: argparse.Namespace) -> None:
     # Megatron Core takes seconds to import.
-    from nemo_aligner.checkpoint.forms import is_peft
+    from nemo_aligner.checkpoint.forms import form_of_path
     from nemo_aligner.convert import conversions
 
     if args.command == "nemo-info":
@@ -146,7 +146,7 @@ def _run(args: argparse.Namespace) -> None:
     if args.command == "merge-lora":
         conversions.merge(args.source, args.target, options)
     elif args.command == "hf-to-nemo":
-        if is_peft(args.source.expanduser()):
+        if form_of_path(args.source.expanduser()) == "peft":
             conversions.peft_to_nemo(args.source, args.target, options)
         else:
             _refuse_options(args, "base")

@@ -152,9 +152,8 @@ def _write_nemo(
             bar.update(_nbytes(chunk))
             return weights.read(chunk.key, parts[chunk]).to(chunk.dtype).reshape(chunk.size)
 
-        nemo_archive.write_streamed(
-            target, section, list(parts), read, as_directory=target.suffix != ".nemo"
-        )
+        write_weights = functools.partial(dist_ckpt.write, list(parts), read)
+        nemo_archive.write(target, section, target.suffix != ".nemo", write_weights)
 
 
 def _parts_of(weights: TensorSource, options: Options) -> dict[Chunk, Slice]:

@@ -279,16 +279,17 @@ def test_a_checkpoint_that_does_not_fit_is_refused(saved, other_job, tmp_path, m
 
 
 @pytest.mark.parametrize("async_save", [False, True])
-def test_a_save_that_cannot_begin_is_named(saved, other_job, tmp_path, monkeypatch, async_save):
+def test_a_save_that_cannot_write_is_named(saved, other_job, tmp_path, monkeypatch, async_save):
     folder = shutil.copytree(saved, tmp_path / "job")
 
-    def write_bytes(*_arguments):
+    def write_durably(*_arguments):
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
-    monkeypatch.setattr("pathlib.Path.write_bytes", write_bytes)
+    monkeypatch.setattr(checksums, "write_durably", write_durably)
     callback = CheckpointCallback(folder, *other_job, name="rm", async_save=async_save)
     with pytest.raises(SaveError, match="cannot be written: .*Read-only"):
         callback.custom_save({"step": 3}, trainer_state={"step": 3})
+        callback.finish_save()
     assert folders_in(folder / "checkpoints") == ["checkpoint-step=1", "checkpoint-step=2"]
 
 
