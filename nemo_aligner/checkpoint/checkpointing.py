@@ -163,9 +163,10 @@ class CheckpointCallback:
 
     def _begin(self, folder: Path, state: dict[str, Any], in_background: bool) -> None:
         writing = folder.with_name(folder.name + folders.WRITING_SUFFIX)
+        rank = parallel_state.get_rank()
         with self._removed_if_failed(writing):
             with failing_together(writing):
-                if parallel_state.get_rank() == 0:
+                if rank == 0:
                     if self.save_number is not None:
                         folders.abandon_after(self.root, self.save_number)
                     for path in self.root.iterdir() if self.root.is_dir() else ():
@@ -176,7 +177,7 @@ class CheckpointCallback:
             save = dist_ckpt.Save(
                 self._sharded_state(is_loading=False, with_reference=True),
                 writing / CHECKPOINT_WEIGHTS,
-                {_rng_file(writing): _rng_bytes()},
+                {writing / RNG_FOLDER / f"rank_{rank:05d}.pt": _rng_bytes()},
                 in_background,
             )
         self._begun = (save, writing, folder, state)
@@ -355,10 +356,6 @@ class CheckpointCallback:
         optimizer_forms.load_optimizer_state(self.optimizer, optimizer["optimizer"])
         self.scheduler.num_steps = 0  # Megatron Core adds the stored number to it
         self.scheduler.load_state_dict(loaded["scheduler"])
-
-
-def _rng_file(folder: Path) -> Path:
-    return folder / RNG_FOLDER / f"rank_{parallel_state.get_rank():05d}.pt"
 
 
 def _rng_bytes() -> bytes:

@@ -146,10 +146,8 @@ def read_archive(path: Path) -> DictConfig:
             f"you trust the tokenizer's code, set model.{REMOTE_CODE}=True yourself."
         )
         OmegaConf.update(config, REMOTE_CODE, False)
-    own_copy = OmegaConf.select(config, TOKENIZER_FOLDER)
-    if own_copy is not None:
-        config.tokenizer.type = own_copy
-        del config.tokenizer[TOKENIZER_FOLDER.split(".")[1]]
+    if OmegaConf.select(config, TOKENIZER_FOLDER) is not None:
+        config.tokenizer.type = config.tokenizer.pop(TOKENIZER_FOLDER.split(".")[1])
     file_references.mark_outside(config, folder)
     return config
 
