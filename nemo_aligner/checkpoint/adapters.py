@@ -7,12 +7,12 @@ adapters. Keys: `<key of the linear layer>lora.<number of the layer, from 1>.a` 
 `model.decoder.layers.self_attention.linear_qkv.lora.1.a`.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.mapping import is_main_replica
 from omegaconf import DictConfig
 from torch import Tensor
 
@@ -80,15 +80,11 @@ def checksum_of_source(source: TensorSource) -> str:
     """Hexadecimal checksum of the rows `checked_rows` of weights that can have adapters."""
     total = 0
     for key, index in pieces(source):
-        if not key.endswith(_CHECKED) or is_adapter(key):
-            continue
-        name, number = unnumbered(key)
-        layer = index[0] if number is None else number
-        rows, columns = source.shapes()[key][-2:]
-        # Whole: reading a part of a stored weight may read all of it each time.
-        values = source.read(key, (*index, slice(0, rows), slice(0, columns)))
-        for row in lora.checked_rows(rows):
-            total += lora.base_checksum(name, values[row], layer, row, 0)
+        if key.endswith(_CHECKED) and not is_adapter(key):
+            rows, columns = source.shapes()[key][-2:]
+            # Whole: reading a part of a stored weight may read all of it each time.
+            values = source.read(key, (*index, slice(0, rows), slice(0, columns)))
+            total += _checksum(key, (*index, 0, 0), values, rows)
     return _digits(total)
 
 
@@ -98,29 +94,28 @@ def checksum_of_model(
     """`checksum_of_source` of a model in memory; all ranks call it. `add_over_ranks` adds an int64
     tensor up over all ranks, in place.
     """
-    total = 0
-    for chunk in sharded.values():
-        for entry in chunk.values():
-            if str(getattr(entry, "key", "")).endswith(_CHECKED):
-                total += sum(_checksum_of_part(part) for part in sharded_tensors(entry))
+    parts = [p for chunk in sharded.values() for e in chunk.values() for p in sharded_tensors(e)]
+    total = sum(
+        _checksum(part.key, part.global_offset, part.data, part.global_shape[-2])
+        for part in parts
+        if part.key.endswith(_CHECKED) and is_main_replica(part.replica_id)
+    )
     result = torch.tensor([total % 2**64], dtype=torch.uint64).view(torch.int64)
     add_over_ranks(result)
     return _digits(int(result))
 
 
-def _checksum_of_part(entry: ShardedTensor) -> int:
-    if any(entry.replica_id if isinstance(entry.replica_id, tuple) else (entry.replica_id,)):
-        return 0  # another rank counts it
-    assert entry.data is not None
-    name, number = unnumbered(entry.key)
-    *layers, first_row, column = entry.global_offset
-    layer = layers[0] if layers else number
-    assert layer is not None
-    rows = entry.data.shape[0]
+def _checksum(key: str, offset: Sequence[int], values: Any, rows: int) -> int:
+    """That of a part `[row, column]` of a weight of `rows` that begins at `offset`: layer if the
+    weight is that of all, row, column.
+    """
+    name, number = unnumbered(key)
+    *layers, first_row, column = offset
+    layer = layers[0] if number is None else number
     return sum(
-        lora.base_checksum(name, entry.data[row - first_row], layer, row, column)
-        for row in lora.checked_rows(entry.global_shape[-2])
-        if first_row <= row < first_row + rows
+        lora.base_checksum(name, values[row - first_row], layer, row, column)
+        for row in lora.checked_rows(rows)
+        if first_row <= row < first_row + len(values)
     )
 
 

@@ -36,16 +36,12 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from nemo.utils import logging
 
 from nemo_aligner.checkpoint import dist_ckpt, folders, optimizer_forms
-from nemo_aligner.checkpoint.checksums import (
-    Checksums,
-    check_files_together,
-    sync_folder,
-    write_manifest,
-)
+from nemo_aligner.checkpoint.checksums import Checksums, check_files_together, write_manifest
 from nemo_aligner.checkpoint.data_only import read_objects
-from nemo_aligner.checkpoint.dist_ckpt import barrier, failing_together
+from nemo_aligner.checkpoint.dist_ckpt import failing_together
 from nemo_aligner.checkpoint.forms import CHECKPOINT_WEIGHTS, REFERENCE, RNG_FOLDER, check_complete
 from nemo_aligner.checkpoint.made_from import MadeFrom, compare
+from nemo_aligner.checkpoint.torch_dist_stream import TorchDistTensors, load
 from nemo_aligner.config.rules import EVERY_CHECKPOINT, check_saving
 from nemo_aligner.core.endings import progress
 from nemo_aligner.core.errors import DamagedFileError, SaveError, UserError
@@ -167,9 +163,10 @@ class CheckpointCallback:
 
     def _begin(self, folder: Path, state: dict[str, Any], in_background: bool) -> None:
         writing = folder.with_name(folder.name + folders.WRITING_SUFFIX)
+        rank = parallel_state.get_rank()
         with self._removed_if_failed(writing):
             with failing_together(writing):
-                if parallel_state.get_rank() == 0:
+                if rank == 0:
                     if self.save_number is not None:
                         folders.abandon_after(self.root, self.save_number)
                     for path in self.root.iterdir() if self.root.is_dir() else ():
@@ -180,7 +177,7 @@ class CheckpointCallback:
             save = dist_ckpt.Save(
                 self._sharded_state(is_loading=False, with_reference=True),
                 writing / CHECKPOINT_WEIGHTS,
-                {_rng_file(writing): _rng_bytes()},
+                {writing / RNG_FOLDER / f"rank_{rank:05d}.pt": _rng_bytes()},
                 in_background,
             )
         self._begun = (save, writing, folder, state)
@@ -225,18 +222,9 @@ class CheckpointCallback:
         (writing / folders.STATE_FILE).write_text(text)
         self.model.save_config_to(writing)
         known = {f"{CHECKPOINT_WEIGHTS}/{name}": found for name, found in checksums.items()}
-        manifest_checksum = write_manifest(writing, known)
-        former = folder.with_name(folder.name + folders.FORMER_SUFFIX)
-        if folder.exists():
-            if former.exists():
-                folders.remove_checkpoint(former)
-            folder.rename(former)  # a whole one until the new one is whole
-        writing.rename(folder)
-        sync_folder(self.root)
-        folders.mark(folder, manifest_checksum)
+        checksum = write_manifest(writing, known)
+        folders.replace(folder, writing, lambda: folders.mark(folder, checksum))
         self.save_number = number
-        if former.exists():
-            folders.remove_checkpoint(former)
         kept = (self.monitor, self.mode, self.save_top_k)
         for path in folders.outdated(folders.complete_checkpoints(self.root), *kept):
             folders.remove_checkpoint(path)
@@ -306,12 +294,10 @@ class CheckpointCallback:
             DamagedFileError: `resume_from` is damaged.
             UserError: `resume_from` is not complete, or all checkpoints are NeMo-Aligner's.
         """
-        barrier()
         if resume_from is not None:
             check_complete(Path(resume_from))
             check_files_together(Path(resume_from))
-            return self.load_sound(Path(resume_from))
-        folder = self.newest_sound()
+        folder = self.newest_sound() if resume_from is None else Path(resume_from)
         if folder is not None:
             return self.load_sound(folder)
         if others := folders.checkpoints_of_others(self.root):
@@ -355,26 +341,21 @@ class CheckpointCallback:
         return stored["trainer"]
 
     def _load(self, folder: Path) -> None:
-        weights_folder = str(folder / CHECKPOINT_WEIGHTS)
-        stored = set(dist_ckpt.tensors_in(weights_folder))
-        with_reference = any(key.startswith(f"{REFERENCE}.") for key in stored)
+        stored = TorchDistTensors(folder / CHECKPOINT_WEIGHTS, prefix=None)
+        names = set(stored.shapes())
+        with_reference = any(key.startswith(f"{REFERENCE}.") for key in names)
         state = self._sharded_state(is_loading=True, with_reference=with_reference)
         # By itself: it may read weights that the model reads too.
         own = {"optimizer": state.pop("optimizer")}
-        optimizer_forms.check_same_kind(own["optimizer"], stored)
-        optimizer_forms.read_main_weights(own["optimizer"], stored)
-        optimizer = dist_ckpt.load(own, weights_folder)
-        loaded = dist_ckpt.load(state, weights_folder)
+        optimizer_forms.check_same_kind(own["optimizer"], names)
+        optimizer_forms.read_main_weights(own["optimizer"], names)
+        optimizer, loaded = load(own, stored), load(state, stored)
         self.model.load_sharded_weights(loaded["weights"])
         if REFERENCE in loaded:
             self.model.load_sharded_reference(loaded[REFERENCE])
         optimizer_forms.load_optimizer_state(self.optimizer, optimizer["optimizer"])
         self.scheduler.num_steps = 0  # Megatron Core adds the stored number to it
         self.scheduler.load_state_dict(loaded["scheduler"])
-
-
-def _rng_file(folder: Path) -> Path:
-    return folder / RNG_FOLDER / f"rank_{parallel_state.get_rank():05d}.pt"
 
 
 def _rng_bytes() -> bytes:

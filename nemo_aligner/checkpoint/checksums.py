@@ -13,7 +13,7 @@ import io
 import os
 import re
 import tarfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -194,16 +194,6 @@ def parse_manifest(content: bytes, path: Path) -> Checksums:
     return found
 
 
-def read_manifest(folder: Path) -> Checksums | None:
-    """The checksums in a folder's manifest, or `DamagedFileError`; without one None, a warning."""
-    try:
-        content = (folder / MANIFEST).read_bytes()
-    except FileNotFoundError:
-        warn_without(folder)
-        return None
-    return parse_manifest(content, folder / MANIFEST)
-
-
 @functools.cache
 def warn_without(path: Path) -> None:
     """Warn, once per process, that `path` has no checksums."""
@@ -220,16 +210,8 @@ def check_folder(
     without one warn. `rank`, `size`: compare one of `size` shares. `DamagedFileError` names all
     that are missing, changed or not listed.
     """
-    checksums = read_manifest(folder)
-    if checksums is None:
-        return
-    there: list[str] = []
-    # A complete checkpoint gets further files; its manifest is compared with its mark.
-    if not (folder / MARKER).is_file():
-        files = [p for p in folder.rglob("*") if p.is_file() and not p.name.startswith(".")]
-        there = [path.relative_to(folder).as_posix() for path in files]
-    names = sorted(filter(select, checksums))[rank::size]
-    _compare(folder, filter(select, there), names, checksums, lambda n: (folder / n).open("rb"))
+    files = {p.relative_to(folder).as_posix(): p for p in folder.rglob("*") if p.is_file()}
+    _compare(folder, files, lambda name: files[name].open("rb"), select, rank, size)
 
 
 def check_files_together(folder: Path, select: Callable[[str], bool] = lambda _name: True) -> None:
@@ -247,38 +229,37 @@ def check_files_together(folder: Path, select: Callable[[str], bool] = lambda _n
 def check_members(tar: tarfile.TarFile, path: Path, select: Callable[[str], bool]) -> None:
     """As `check_folder`, of the members of the tar file at `path`, compressed or not."""
     members = {m.name.removeprefix("./"): m for m in tar.getmembers() if m.isreg()}
-
-    def opened(name: str) -> IO[bytes]:
-        stream = tar.extractfile(members[name])
-        assert stream is not None
-        return stream
-
-    if MANIFEST not in members:
-        warn_without(path)
-        return
-    checksums = parse_manifest(opened(MANIFEST).read(), path / MANIFEST)
-    names = sorted(filter(select, checksums))
-    _compare(path, filter(select, members), names, checksums, opened)
+    _compare(path, members, lambda name: tar.extractfile(members[name]), select)
 
 
 def _compare(
     path: Path,
-    there: Iterable[str],
-    names: Iterable[str],
-    checksums: Checksums,
-    opened: Callable[[str], IO[bytes]],
+    there: Collection[str],
+    opened: Callable[[str], Any],
+    select: Callable[[str], bool],
+    rank: int = 0,
+    size: int = 1,
 ) -> None:
-    """Check that what is `there` is listed, and that `names` are as listed."""
+    """`check_folder` of the files `there`, which `opened` opens by name."""
+    if MANIFEST not in there:
+        warn_without(path)
+        return
+    with opened(MANIFEST) as file:
+        checksums = parse_manifest(file.read(), path / MANIFEST)
 
-    def found(name: str) -> str | None:
+    def is_changed(name: str) -> bool:
         try:
             with opened(name) as file:
-                return file_checksum(file)
+                return file_checksum(file) != checksums[name]
         except (FileNotFoundError, KeyError):
-            return None
+            return True
 
-    damaged = sorted({*there} - {*checksums, MANIFEST})
-    damaged = damaged or [name for name in names if found(name) != checksums[name]]
+    damaged = sorted({name for name in there if select(name)} - {*checksums, MANIFEST})
+    # Others put hidden files there, and a complete checkpoint gets further files; its manifest is
+    # compared with its mark.
+    damaged = [name for name in damaged if not Path(name).name.startswith(".")]
+    if (path / MARKER).is_file() or not damaged:
+        damaged = list(filter(is_changed, sorted(filter(select, checksums))[rank::size]))
     if damaged:
         verb = "is" if len(damaged) == 1 else "are"
         raise DamagedFileError(

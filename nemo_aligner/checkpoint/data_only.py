@@ -16,15 +16,13 @@ import re
 import types
 import zipfile
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
 from torch.distributed._shard.sharded_tensor import metadata as older_metadata
 from torch.distributed.checkpoint import filesystem, metadata, planner
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
@@ -99,78 +97,43 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def read_metadata(stream: Any, path: Path) -> Metadata:
-    """The table of contents of a checkpoint; `UserError`: damaged, or names something else."""
+    """The table of contents of a checkpoint; `UserError`: it names something else."""
     try:
         found = _MetadataUnpickler(stream).load()
     except UserError as error:
         raise UserError(f"{path}: {error}.") from None
-    except Exception as error:  # a damaged pickle can raise nearly everything
-        raise damaged(path, error) from error
     if not isinstance(found, Metadata) or not isinstance(found.storage_data, dict):
         raise UserError(f"{path} is not the table of contents of a distributed checkpoint.")
     return found
 
 
 def damaged(path: Path | str, error: Exception) -> UserError:
-    return UserError(f"{path} is damaged or incomplete ({reason(error)}); copy it again.")
-
-
-def reason(error: BaseException) -> str:
-    """Why something was not read, in one line, without PyTorch's advice to let it run code."""
+    """That `path` was not read, without PyTorch's advice to let it run code."""
+    reason = str(error).partition("\n")[0]
     if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    named = re.search(r"GLOBAL ([\w.]+)", str(error))
-    if named:
-        return f"it names {named[1]}"
-    if isinstance(error, pickle.UnpicklingError) or not str(error):
-        return f"no plain data: {type(error).__name__}"
-    return str(error).splitlines()[0]
+        reason = error.strerror
+    elif named := re.search(r"GLOBAL ([\w.]+)", str(error)):
+        reason = f"it names {named[1]}"
+    elif isinstance(error, pickle.UnpicklingError) or not str(error):
+        reason = f"no plain data: {type(error).__name__}"
+    return UserError(f"{path} is damaged or incomplete ({reason}); copy it again.")
 
 
 def read_table(folder: Path, files: FileSystem | None = None) -> Metadata:
-    """The table of contents in `folder`, among `files` (None: of this machine). Errors as of
-    `read_metadata`, and another format.
+    """The table of contents in `folder`, among `files` (None: of this machine); `UserError`: it is
+    damaged, names something else, or is of another format.
     """
-    files = files or FileSystem()
-
-    @contextmanager
-    def opened(name: str) -> Iterator[Any]:
-        try:
-            with files.create_stream(folder / name, "rb") as stream:
-                yield stream
-        except UserError:
-            raise
-        except Exception as error:  # as above
-            raise damaged(folder / name, error) from error
-
-    with opened(BACKEND_FILE) as stream:
-        form_of_weights((), stream.read(), folder, formats=("torch_dist",))
-    with opened(METADATA_FILE) as stream:
-        return read_metadata(stream, folder / METADATA_FILE)
-
-
-@contextmanager
-def objects_as_data(folder: str | Path) -> Iterator[None]:
-    """Let PyTorch load only plain data beside tensors (`weights_only=True`); else `UserError`."""
-    own: Callable[..., None] = DefaultLoadPlanner.load_bytes
-
-    def load_bytes(self: DefaultLoadPlanner, read_item: Any, value: io.BytesIO) -> None:
-        try:
-            with torch.serialization.safe_globals([io.BytesIO]):  # wrapped by Megatron Core
-                torch.load(value, map_location="cpu", weights_only=True)
-        except pickle.UnpicklingError as error:
-            raise UserError(
-                f"{folder}: the object {read_item.storage_index.fqn} is more than data and may "
-                f"run code ({reason(error)}); do not use this file."
-            ) from error
-        value.seek(0)
-        own(self, read_item, value)
-
-    DefaultLoadPlanner.load_bytes = load_bytes  # type: ignore[method-assign]
+    files, file = files or FileSystem(), folder / BACKEND_FILE
     try:
-        yield
-    finally:
-        DefaultLoadPlanner.load_bytes = own  # type: ignore[method-assign]
+        with files.create_stream(file, "rb") as stream:
+            form_of_weights((), stream.read(), folder, formats=("torch_dist",))
+        file = folder / METADATA_FILE
+        with files.create_stream(file, "rb") as stream:
+            return read_metadata(stream, file)
+    except UserError:
+        raise
+    except Exception as error:  # a damaged pickle can raise nearly everything
+        raise damaged(file, error) from error
 
 
 class _Inert:
@@ -184,11 +147,15 @@ class _Inert:
 
 
 def read_objects(
-    file: Path | io.BytesIO, what: Path | str, mmap: bool = False, classes: Sequence[Any] = ()
+    file: Path | io.BytesIO,
+    what: Path | str,
+    mmap: bool = False,
+    classes: Sequence[Any] = (),
+    unread: tuple[str, ...] = _INERT,
 ) -> Any:
     """What `torch.save` wrote: tensors (in the file until used if `mmap`), plain values, arguments
-    of Megatron and objects of `classes`; `UserError`: the file `what` is damaged, or names what is
-    no data.
+    of Megatron and objects of `classes`, without objects of modules `unread`; `UserError`: the
+    file `what` is damaged, or names what is no data.
     """
     content = file.getvalue() if isinstance(file, io.BytesIO) else None
 
@@ -201,7 +168,7 @@ def read_objects(
         names = [*known]  # of a file before PyTorch 1.6
         if content is not None or zipfile.is_zipfile(file):
             names = torch.serialization.get_unsafe_globals_in_checkpoint(opened())
-        unknown = [n for n in names if n not in known and not n.startswith(_INERT)]
+        unknown = [n for n in names if n not in known and not n.startswith(unread)]
         if unknown:
             raise UserError(
                 f"{what} names {unknown[0]}, which no checkpoint needs and which may run code; do "

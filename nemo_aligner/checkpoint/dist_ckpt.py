@@ -1,52 +1,38 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Writes and loads Megatron Core's distributed checkpoints.
+"""Writes Megatron Core's distributed checkpoints (torch_dist).
 
 Megatron Core's own writer starts a manager process (which imports the user's script again) and
-forks workers (unsafe beside the threads of a server). Here (`Save`) Megatron Core plans, on all
-ranks together, and PyTorch's writer writes the same format on each rank by itself, in the
-background from a copy in host memory; the metadata is again written together.
+forks workers (unsafe beside the threads of a server). Here Megatron Core says and checks which
+rank has which part, and PyTorch's writer writes the same format on each rank by itself (`Save`),
+in the background from a copy in host memory; or a part at a time in one process (`write`).
 """
 
 import contextlib
 import dataclasses
 import io
-import pickle
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core import dist_checkpointing
+import torch.distributed.checkpoint as dcp
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
-from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, nested_values
-from megatron.core.dist_checkpointing.mapping import (
-    LocalNonpersistentObject,
-    ShardedBase,
-    ShardedObject,
-    ShardedTensor,
-    ShardedTensorFactory,
-    is_main_replica,
-)
-from megatron.core.dist_checkpointing.strategies import common as mcore_common
-from megatron.core.dist_checkpointing.strategies import torch as mcore_torch
-from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
-from megatron.core.dist_checkpointing.strategies.state_dict_saver import save_state_dict_async_plan
-from torch.distributed.checkpoint import FileSystemWriter
-from torch.distributed.checkpoint.api import CheckpointException
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedTensor, is_main_replica
+from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
+from torch.distributed.checkpoint.filesystem import _StoragePrefix
 
-from nemo_aligner.checkpoint import checksums, data_only
+from nemo_aligner.checkpoint import checksums
+from nemo_aligner.checkpoint.data_only import COMMON_FILE
 from nemo_aligner.core.errors import SaveError, UserError
+from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.collectives import gathered
-
-
-def barrier() -> None:
-    """Wait for all ranks; nothing without a process group."""
-    if torch.distributed.is_initialized():
-        torch.distributed.barrier()
-
 
 # More than a checkpoint takes beside its tensors.
 _MARGIN_BYTES = 8 << 20
@@ -71,80 +57,82 @@ def failing_together(written: Path | None = None) -> Iterator[None]:
             raise found
 
 
-class _Copies:
-    """This rank's tensors and objects as saved, in host memory, in place of the planner."""
+@dataclass(frozen=True)
+class Chunk:
+    """A part of a tensor to be written."""
 
-    def __init__(self, plan: Any, planner: Any):
-        self._data = {}
-        for item in plan.items:
-            data = planner.resolve_data(item)
-            if isinstance(data, torch.Tensor):  # objects are bytes of their own already
-                data = data.detach().to("cpu", copy=True)
-            self._data[item.index] = data
+    key: str  # of the tensor
+    shape: tuple[int, ...]  # of the whole tensor
+    offset: tuple[int, ...]  # where the part lies
+    size: tuple[int, ...]  # of the part
+    dtype: torch.dtype  # of the tensor
 
-    def resolve_data(self, item: Any) -> Any:
-        return self._data.pop(item.index)
+    def item(self) -> dcp.WriteItem:
+        """The part as PyTorch's plans have it."""
+        offset = torch.Size(self.offset)
+        return dcp.WriteItem(
+            index=dcp.metadata.MetadataIndex(self.key, offset),
+            type=dcp.planner.WriteItemType.SHARD,
+            tensor_data=dcp.planner.TensorWriteData(
+                chunk=dcp.ChunkStorageMetadata(offset, torch.Size(self.size)),
+                properties=dcp.metadata.TensorProperties(dtype=self.dtype),
+                size=torch.Size(self.shape),
+            ),
+        )
 
 
-class _Writer(FileSystemWriter):
-    """Writes, in any thread, with checksums."""
+def _object_item(name: str) -> dcp.WriteItem:
+    return dcp.WriteItem(dcp.metadata.MetadataIndex(name), dcp.planner.WriteItemType.BYTE_IO)
 
-    def __init__(self, folder: str | Path, from_copies: bool):
+
+def _saved(content: Any) -> io.BytesIO:
+    """What `torch.save` writes, which does not say why it cannot write a file."""
+    saved = io.BytesIO()
+    torch.save(content, saved)
+    return saved
+
+
+class _Writer(dcp.FileSystemWriter):
+    """Writes the `items` of this rank, in any thread, with checksums. `resolve_data` gives the
+    tensor or the bytes of each, once.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        items: Sequence[dcp.WriteItem],
+        resolve_data: Callable[[dcp.WriteItem], Tensor | io.BytesIO],
+    ):
         super().__init__(folder, single_file_per_rank=True)
+        self.folder = folder
         self.fs = self.files = checksums.ChecksummedFiles()
-        self.from_copies = from_copies
-
-    def prepare_write_data(self, plan: Any, planner: Any) -> None:
-        self._plan = plan
-        self._data: Any = _Copies(plan, planner) if self.from_copies else planner
+        prefix = _StoragePrefix(f"__{parallel_state.get_rank()}_")
+        self.plan = dcp.SavePlan(list(items), storage_data=prefix)
+        self.resolve_data = resolve_data
 
     def write(self) -> None:
         try:
-            self._results = self.write_data(self._plan, self._data).value()
+            self.results = self.write_data(self.plan, self).value()  # type: ignore[arg-type]
         except Exception as error:
             if self.files.error is None:
                 raise
             raise self.files.error from error
-        self._data = None  # an optimizer's is gathered for the save, and large
 
-    def finish_together(self, metadata: Any) -> None:
-        """Write the metadata, which rank 0 has; all ranks call it after their `write`.
-
-        Megatron Core writes `metadata.json` again on rank 0; here the others learn if it cannot.
+    def finish_together(self) -> checksums.Checksums:
+        """Write the table of contents; all ranks call it after their `write`. Returns checksums of
+        the large files, by name. `SaveError` on all ranks.
         """
-        results = gathered(self._results)
-        with failing_together(Path(self.path)):
-            if torch.distributed.get_rank() == 0:
-                self.finish(metadata, results)
-                save_config(CheckpointingConfig("torch_dist", 1), str(self.path))
+        plans, results = zip(*gathered((self.plan, self.results)), strict=True)
+        with failing_together(self.folder):
+            if parallel_state.get_rank() == 0:
+                _plans, metadata = create_default_global_save_plan(list(plans))
+                self.finish(metadata, list(results))
+                save_config(CheckpointingConfig("torch_dist", 1), str(self.folder))
+        parts = gathered(self.files.checksums)
+        return {name: found for part in parts for name, found in part.items()}
 
 
-class _InProcessSave(mcore_torch.TorchDistSaveShardedStrategy):
-    writer: _Writer
-
-    def __init__(self, from_copies: bool):
-        super().__init__("torch_dist", 1)
-        self.from_copies = from_copies
-
-    def async_save(
-        self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path, *_strategy: str
-    ) -> AsyncRequest:
-        """Plan, and write what is beside the tensors; all ranks call it."""
-        common = sharded_state_dict.get(data_only.COMMON_OBJECT)
-        if common is not None:
-            _write_common(common.data, checkpoint_dir)
-        by_key, _flat_mapping, _rename_mapping = (
-            mcore_torch._replace_state_dict_keys_with_sharded_keys(
-                sharded_state_dict, self.keep_only_main_replica
-            )
-        )
-        planner = mcore_torch.MCoreSavePlanner(
-            dedup_replicated_tensors=not self.keep_only_main_replica, flatten_state_dict=False
-        )
-        state = mcore_torch.mcore_to_pyt_state_dict(by_key, False)
-        writer = self.writer = _Writer(checkpoint_dir, self.from_copies)
-        planned, *_plans = save_state_dict_async_plan(state, writer, planner=planner)
-        return AsyncRequest(writer.write, (), [lambda: writer.finish_together(planned[1])])
+# --- a sharded state dict, by all ranks ---
 
 
 def save(sharded_state_dict: dict[str, Any], folder: str | Path) -> checksums.Checksums:
@@ -154,36 +142,10 @@ def save(sharded_state_dict: dict[str, Any], folder: str | Path) -> checksums.Ch
     return Save(sharded_state_dict, Path(folder), {}, in_background=False).finish()
 
 
-def _write_common(common: Any, folder: str | Path) -> None:
-    """Write what is beside the tensors; all ranks call it. `SaveError` on all if rank 0 cannot."""
-    with failing_together(Path(folder)):
-        if torch.distributed.get_rank() == 0:
-            content = io.BytesIO()  # torch.save does not say why it cannot write a file
-            torch.save(common, content)
-            (Path(folder) / data_only.COMMON_FILE).write_bytes(content.getbuffer())
-
-
-@contextlib.contextmanager
-def _common_written_together() -> Iterator[None]:
-    """Inside, Megatron Core 0.16 writes by `_write_common`: its own rank 0, failing, would leave
-    the others waiting. In 0.19 `_InProcessSave` writes it.
-    """
-    writer = getattr(mcore_common, "TorchCommonSaveStrategy", None)
-    if writer is None:
-        yield
-        return
-    own = writer.save_common
-    writer.save_common = lambda _self, common, folder: _write_common(common, folder)
-    try:
-        yield
-    finally:
-        writer.save_common = own
-
-
 class Save:
     """A sharded state dict being written, and `files` of this rank. All ranks make one and call
     `finish`. `in_background`: a thread of each rank writes a copy in host memory. `SaveError`, on
-    all ranks: there is no space, or one of them cannot begin.
+    all ranks: there is no space.
     """
 
     def __init__(
@@ -194,20 +156,24 @@ class Save:
         in_background: bool,
     ):
         self._folder, self._files = folder, files
-        self._needed = _check_space(sharded_state_dict, folder)
-        strategy = _InProcessSave(from_copies=in_background)
-        try:
-            with _common_written_together():
-                self._request: AsyncRequest = dist_checkpointing.save(
-                    sharded_state_dict,
-                    str(folder),
-                    sharded_strategy=strategy,
-                    async_sharded_save=True,
-                )
-        except CheckpointException as error:  # not an Exception; says what went wrong on each rank
-            failure, _trace = next(iter(error.failures.values()))
-            raise self._failure(failure) from error
-        self._writer = strategy.writer
+        sharded, common = save_preprocess(sharded_state_dict)
+        parts = [part for part in nested_values(sharded) if is_main_replica(part.replica_id)]
+        own = sum(part.data.nbytes for part in parts if isinstance(part, ShardedTensor))
+        self._needed = sum(gathered(own)) + _MARGIN_BYTES
+        with failing_together(folder):
+            if parallel_state.get_rank() == 0:
+                checksums.check_space(folder, self._needed)
+        items, data = [], {}
+        for part in parts:
+            item, value = _item_and_data(part)
+            if in_background and isinstance(value, Tensor):  # an object has bytes of its own
+                value = value.to("cpu", copy=True)
+            items.append(item)
+            data[item.index] = value
+        # What is written is let go: an optimizer's state is gathered for the save, and large.
+        self._writer = _Writer(folder, items, lambda item: data.pop(item.index))
+        if parallel_state.get_rank() == 0:
+            self._files = {**files, folder / COMMON_FILE: _saved(common).getvalue()}
         self._written: Future[None] = Future()  # this rank's part
         if in_background:
             threading.Thread(target=self._write, daemon=True, name="checkpoint").start()
@@ -216,7 +182,7 @@ class Save:
 
     def _write(self) -> None:
         try:
-            self._request.async_fn(*self._request.async_fn_args)
+            self._writer.write()
             for path, content in self._files.items():
                 checksums.write_durably(path, content)
             self._written.set_result(None)
@@ -231,71 +197,70 @@ class Save:
         """Wait for all ranks, and complete it; all ranks call it. Returns and raises as `save`."""
         with failing_together(self._folder):
             if (error := self._written.exception()) is not None:
-                raise self._failure(error) from error
-        for finish in self._request.finalize_fns:
-            finish()
-        parts = gathered(self._writer.files.checksums)
-        return {name: found for part in parts for name, found in part.items()}
-
-    def _failure(self, error: BaseException) -> SaveError:
-        if isinstance(error, OSError):
-            return checksums.save_error(self._folder, error, self._needed)
-        return SaveError(f"{self._folder} cannot be written: {error!r}")
+                if isinstance(error, OSError):
+                    raise checksums.save_error(self._folder, error, self._needed) from error
+                raise SaveError(f"{self._folder} cannot be written: {error!r}") from error
+        return self._writer.finish_together()
 
 
-def _check_space(sharded_state_dict: dict[str, Any], folder: Path) -> int:
-    """Bytes that a checkpoint takes; all ranks call it. `SaveError` on all: there is no space."""
-    own = sum(
-        item.data.nbytes
-        for item in nested_values(sharded_state_dict)
-        if isinstance(item, (ShardedTensor, ShardedTensorFactory))
-        and item.data is not None
-        and is_main_replica(item.replica_id)
-    )
-    needed = sum(gathered(own)) + _MARGIN_BYTES
-    with failing_together(folder):
-        if torch.distributed.get_rank() == 0:
-            checksums.check_space(folder, needed)
-    return needed
+def _item_and_data(part: Any) -> tuple[dcp.WriteItem, Tensor | io.BytesIO]:
+    if not isinstance(part, ShardedTensor):
+        return _object_item(part.unique_key), _saved([part.data])
+    size = (1,) * part.prepend_axis_num + tuple(part.local_shape)
+    values = part.data.detach().contiguous().view(size)
+    chunk = Chunk(part.key, part.global_shape, part.global_offset, size, values.dtype)
+    return chunk.item(), values
 
 
-def load(sharded_state_dict: dict[str, Any], folder: str | Path) -> dict[str, Any]:
-    """Load a distributed checkpoint into a sharded state dict; all ranks call it. `UserError`: a
-    file could run code, or is damaged.
+# --- a part at a time, in one process, for models that do not fit into memory ---
 
-    Extra states of Transformer Engine, which it unpickles, are not read: those of
-    `sharded_state_dict` stay. They are empty unless it computes in fp8, which is not supported.
+
+def write(
+    chunks: Sequence[Chunk],
+    read: Callable[[Chunk], Tensor],
+    folder: Path,
+    common: Mapping[str, Any] | None = None,
+    states: bool = False,
+) -> checksums.Checksums:
+    """Write a distributed checkpoint into the existing, empty `folder`. Returns and raises as
+    `save`.
+
+    Args:
+        read: values of the shape `chunk.size`; called once for each chunk, in order.
+        common: what to write beside the tensors.
+        states: write the empty extra states that Megatron Core asks for in its own models.
     """
-    data_only.read_table(Path(folder))
+    names = [name for chunk in chunks for name in _extra_states(chunk)] if states else []
+    items = [*(chunk.item() for chunk in chunks), *map(_object_item, names)]
+    by_place = {(chunk.key, chunk.offset): chunk for chunk in chunks}
 
-    def own_extra_state(item: Any) -> Any:
-        is_extra = isinstance(item, ShardedObject) and item.key.endswith("_extra_state")
-        return LocalNonpersistentObject(item.data) if is_extra else item
+    def data(item: dcp.WriteItem) -> Tensor | io.BytesIO:
+        offset = item.index.offset
+        return _saved([None]) if offset is None else read(by_place[item.index.fqn, tuple(offset)])
 
-    dict_list_map_inplace(own_extra_state, sharded_state_dict)
+    writer = _Writer(folder, items, data)
     try:
-        with data_only.objects_as_data(folder):
-            return dist_checkpointing.load(sharded_state_dict, str(folder))
-    except pickle.UnpicklingError as error:
-        raise UserError(
-            f"{folder}/{data_only.COMMON_FILE} is more than data and may run code "
-            f"({data_only.reason(error)}); do not use this file."
-        ) from error
-    except CheckpointException as error:  # what went wrong on each rank
-        for failure, _trace in error.failures.values():
-            if isinstance(failure, UserError):
-                raise failure from error
-        failure, _trace = next(iter(error.failures.values()))
-        raise UserError(
-            f"{folder} is damaged or incomplete ({data_only.reason(failure)}); copy it again, or "
-            "use another checkpoint."
-        ) from error
+        writer.write()
+    except OSError as error:
+        if error is not writer.files.error:
+            raise  # of the source
+        raise checksums.save_error(folder, error) from error
+    checksums.write_durably(folder / COMMON_FILE, _saved(dict(common or {})).getvalue())
+    return writer.finish_together()
 
 
-def tensors_in(folder: str | Path) -> dict[str, ShardedTensor]:
-    """The global tensors of a distributed checkpoint, by name; errors as of `load`."""
-    data_only.read_table(Path(folder))
-    return dist_checkpointing.load_tensors_metadata(str(folder))
+def _extra_states(chunk: Chunk) -> list[str]:
+    """Names of the extra states of a part of a weight."""
+    module = chunk.key.removesuffix(".weight")
+    if not module.rpartition(".")[2].startswith("linear_") or module == chunk.key:
+        return []
+    axes = len(chunk.shape) - 2
+    numbers = (chunk.offset[:axes] or (0,), chunk.shape[:axes] or (1,))
+    shard = "_".join(".".join(map(str, part)) for part in numbers)
+    modules = [module]
+    if module.endswith("self_attention.linear_proj"):  # Transformer Engine's has one
+        modules.append(module.replace("linear_proj", "core_attention"))
+    return [f"{name}._extra_state/shard_{shard}" for name in modules]
 
 
 def make_sharded_tensors_from_reference(

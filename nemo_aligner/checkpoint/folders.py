@@ -85,14 +85,19 @@ def mark(folder: Path, manifest_checksum: str) -> None:
     write_durably(folder / MARKER, f"{manifest_checksum}  {MANIFEST}\n".encode())
 
 
-def remove_checkpoint(folder: Path) -> None:
-    """Remove a checkpoint, the mark first: a rest is not taken for a whole one."""
-    (folder / MARKER).unlink(missing_ok=True)
-    sync_folder(folder)
-    removing = folder.with_name(folder.name + REMOVING_SUFFIX)
+def remove_checkpoint(path: Path) -> None:
+    """Remove a checkpoint, or another folder or file; the mark first: a rest is not taken for a
+    whole one.
+    """
+    if not path.is_dir():
+        path.unlink(missing_ok=True)
+        return
+    (path / MARKER).unlink(missing_ok=True)
+    sync_folder(path)
+    removing = path.with_name(path.name + REMOVING_SUFFIX)
     if removing.exists():
         shutil.rmtree(removing)
-    folder.rename(removing)
+    path.rename(removing)
     shutil.rmtree(removing)
 
 
@@ -214,18 +219,18 @@ def checkpoints_of_others(root: Path) -> list[str]:
     )
 
 
-def replace(target: Path, written: Path) -> None:
-    """Give the file or folder `written` the place `target`; what stands there goes last."""
+def replace(target: Path, written: Path, complete: Callable[[], None] = lambda: None) -> None:
+    """Give the file or folder `written` the place `target`, and `complete` it there; what stands
+    there stays a whole one until then.
+    """
     former = target.with_name(target.name + FORMER_SUFFIX)
-    shutil.rmtree(former, ignore_errors=True)
     if target.exists() and (target.is_dir() or written.is_dir()):
+        remove_checkpoint(former)
         target.rename(former)
     written.replace(target)
     sync_folder(target.parent)
-    if former.is_dir():
-        shutil.rmtree(former)
-    else:
-        former.unlink(missing_ok=True)
+    complete()
+    remove_checkpoint(former)
 
 
 @contextlib.contextmanager
@@ -312,14 +317,14 @@ def mismatch_remedy(
         return "Restart the critic server with the same command: the pair then matches."
     common = max(actor_checkpoints.keys() & critic_checkpoints.keys(), default=None)
     if common is None:
-        have = [
-            ", ".join(map(str, sorted(own))) for own in (actor_checkpoints, critic_checkpoints)
-        ]
+        actor, critic = (
+            ", ".join(map(str, sorted(own))) or "none"
+            for own in (actor_checkpoints, critic_checkpoints)
+        )
         return (
-            f"No step has checkpoints of both (actor: {have[0] or 'none'}; critic: "
-            f"{have[1] or 'none'}). If one of them was started with another folder than before, "
-            "give it the old one (exp_manager.explicit_log_dir); else start both anew in empty "
-            "folders."
+            f"No step has checkpoints of both (actor: {actor}; critic: {critic}). If one of them "
+            "was started with another folder than before, give it the old one "
+            "(exp_manager.explicit_log_dir); else start both anew in empty folders."
         )
     return (
         f"Both have a checkpoint of actor step {common}: restart the critic server with "

@@ -218,28 +218,20 @@ def check_complete(folder: Path) -> None:
 
 
 def form_of_path(path: Path) -> str:
-    """The form at `path`: "peft", "nemo2", "hugging_face", "megatron", or else "nemo"."""
-    if is_peft(path):
+    """The form at `path`: "peft" (without all weights), "nemo2", "hugging_face", "megatron", or
+    else "nemo".
+    """
+    if (path / PEFT_CONFIG).is_file() and not any((path / n).is_file() for n in HF_WEIGHTS):
         return "peft"
-    if is_nemo2(path):
+    if any((path / NEMO2_CONTEXT / name).is_file() for name in (NEMO2_MODEL, NEMO2_JSON)):
         return "nemo2"
     if is_hugging_face(path):
         return "hugging_face"
     return "megatron" if (path / TRACKER).is_file() or is_iteration(path) else "nemo"
 
 
-def is_nemo2(path: Path) -> bool:
-    context = path / NEMO2_CONTEXT
-    return context.is_dir() and any((context / n).is_file() for n in (NEMO2_MODEL, NEMO2_JSON))
-
-
 def is_hugging_face(path: Path) -> bool:
     return path.is_dir() and (path / HF_CONFIG).is_file()
-
-
-def is_peft(path: Path) -> bool:
-    """Whether `path` is a folder of PEFT without all weights."""
-    return (path / PEFT_CONFIG).is_file() and not any((path / n).is_file() for n in HF_WEIGHTS)
 
 
 def is_iteration(path: Path) -> bool:

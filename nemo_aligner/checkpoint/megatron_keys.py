@@ -13,6 +13,7 @@ import shlex
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from nemo_aligner.checkpoint.hugging_face.architecture import Unsupported, computed, expert_layers
@@ -35,52 +36,35 @@ RENAMED = {
     "rotary_percent": "rotary_percentage",
 }
 NORMALIZATIONS = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
-# (function, gated_linear_unit) -> keys
-ACTIVATIONS: dict[tuple[str, bool], dict[str, Any]] = {
-    ("silu", True): {"activation": "fast-swiglu"},
-    ("silu", False): {"activation": "silu"},
-    ("gelu", False): {"activation": "gelu"},
-    ("gelu", True): {"activation": "geglu"},
-    ("openai_gelu", False): {"activation": "gelu", "openai_gelu": True},
-    ("openai_gelu", True): {"activation": "geglu", "openai_gelu": True},
-    ("fast_gelu", False): {"activation": "gelu", "openai_gelu": True},
-    ("fast_gelu", True): {"activation": "geglu", "openai_gelu": True},
-    ("relu", False): {"activation": "relu"},
-    ("relu", True): {"activation": "reglu"},
-    ("squared_relu", False): {"activation": "squared-relu"},
+# Function -> `activation` without and with a gate; the others compute GELU's tanh form.
+ACTIVATIONS: dict[str, tuple[str, str | None]] = {
+    "silu": ("silu", "fast-swiglu"),
+    "gelu": ("gelu", "geglu"),
+    "relu": ("relu", "reglu"),
+    "squared_relu": ("squared-relu", None),
 }
-# How a job was split, computed and initialized.
+_TANH_GELU = ("openai_gelu", "fast_gelu")
+# How a job was split, computed and initialized, also of other releases.
 IGNORED = frozenset(
-    """_target_ tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size
-    virtual_pipeline_model_parallel_size expert_model_parallel_size expert_tensor_parallel_size
-    sequence_parallel num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage
-    first_pipeline_num_layers last_pipeline_num_layers
-    num_layers_per_virtual_pipeline_stage account_for_embedding_in_pipeline_split
-    account_for_loss_in_pipeline_split pipeline_model_parallel_comm_backend
-    pipeline_model_parallel_split_rank hierarchical_context_parallel_sizes
-    encoder_tensor_model_parallel_size encoder_pipeline_model_parallel_size
-    perform_initialization use_cpu_initialization init_method output_layer_init_method
+    [field.name for field in dataclasses.fields(ModelParallelConfig)]
+    + """_target_ num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage
+    first_pipeline_num_layers last_pipeline_num_layers num_layers_per_virtual_pipeline_stage
+    account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split
+    pipeline_model_parallel_split_rank encoder_tensor_model_parallel_size
+    encoder_pipeline_model_parallel_size init_method output_layer_init_method
     embedding_init_method embedding_init_method_std init_model_with_meta_device
-    fp16 bf16 params_dtype pipeline_dtype autocast_dtype enable_autocast fp16_lm_cross_entropy
-    fp32_residual_connection attention_softmax_in_fp32 attention_backend deterministic_mode
+    fp16_lm_cross_entropy fp32_residual_connection attention_softmax_in_fp32 attention_backend
     apply_query_key_layer_scaling disable_parameter_transpose_cache memory_efficient_layer_norm
-    timers finalize_model_grads_func grad_scale_func no_sync_func grad_sync_func param_sync_func
-    num_microbatches_with_partial_activation_checkpoints gradient_accumulation_fusion
-    async_tensor_model_parallel_allreduce use_te_rng_tracker inference_rng_tracker
-    tp_only_amax_red cross_entropy_loss_fusion cross_entropy_fusion_impl variable_seq_lengths
-    overlap_p2p_comm batch_p2p_comm batch_p2p_sync use_ring_exchange_p2p
-    deallocate_pipeline_outputs defer_embedding_wgrad_compute wgrad_deferral_limit
-    overlap_p2p_comm_warmup_flush microbatch_group_size_per_vp_stage barrier_with_L1_time
+    async_tensor_model_parallel_allreduce inference_rng_tracker tp_only_amax_red
     masked_softmax_fusion persist_layer_norm bias_dropout_fusion bias_dropout_add_fusion
     apply_rope_fusion distribute_saved_activations clone_scatter_output_in_embedding
     scatter_embedding_sequence_parallel parallel_output enable_cuda_graph external_cuda_graph
-    config_logger_dir flash_decode vocab_size
-    forward_step_fn data_step_fn transformer_impl use_transformer_engine_full_layer_spec
-    calculate_per_token_loss pipeline_model_parallel_layout hf_model_id generation_config
-    use_transformer_engine_op_fuser _pg_collection qk_clip overlap_moe_expert_parallel_comm
-    delay_wgrad_compute max_seqlen_per_dp_cp_rank hybrid_context_parallel fused_single_qkv_rope
-    fine_grained_activation_offloading min_offloaded_tensor_size
-    use_te_activation_func log_max_attention_logit""".split()
+    config_logger_dir flash_decode vocab_size forward_step_fn data_step_fn transformer_impl
+    use_transformer_engine_full_layer_spec calculate_per_token_loss
+    pipeline_model_parallel_layout hf_model_id generation_config
+    use_transformer_engine_op_fuser _pg_collection qk_clip fused_single_qkv_rope
+    fine_grained_activation_offloading min_offloaded_tensor_size use_te_activation_func
+    log_max_attention_logit""".split()
 )
 # Of settings that are ignored, or that a switch of another name turns on.
 IGNORED_PREFIXES = tuple(
@@ -124,9 +108,11 @@ def model_keys(fields: Mapping[str, Any], refusal: Refusal, experts: bool) -> di
     keys |= {RENAMED[name]: given.pop(name) for name in RENAMED.keys() & given.keys()}
     function = last_name(given.pop("activation_func", {"_target_": "gelu"}))
     gated = bool(given.pop("gated_linear_unit", False))
-    if (function, gated) not in ACTIVATIONS:
+    is_tanh = function in _TANH_GELU
+    activation = ACTIVATIONS.get("gelu" if is_tanh else function, (None, None))[gated]
+    if activation is None:
         raise refusal("activation_func", f"{function} with gated_linear_unit={gated}")
-    keys |= ACTIVATIONS[function, gated]
+    keys |= {"activation": activation} | ({"openai_gelu": True} if is_tanh else {})
     norm = given.pop("normalization", "LayerNorm")
     if norm not in NORMALIZATIONS:
         raise refusal("normalization", norm)

@@ -24,7 +24,7 @@ import secrets
 import shutil
 import tarfile
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +33,8 @@ from nemo.core.connectors.save_restore_connector import SaveRestoreConnector
 from nemo.utils import logging
 from nemo.utils.tar_utils import TarPathTraversalError, safe_extract
 from omegaconf import DictConfig, OmegaConf
-from torch import Tensor
 
-from nemo_aligner.checkpoint import (
-    dist_ckpt,
-    file_references,
-    forms,
-    torch_dist_stream,
-)
+from nemo_aligner.checkpoint import dist_ckpt, file_references, forms
 from nemo_aligner.checkpoint.checksums import (
     Checksums,
     check_files_together,
@@ -49,12 +43,12 @@ from nemo_aligner.checkpoint.checksums import (
     check_space,
     write_manifest,
 )
-from nemo_aligner.checkpoint.dist_ckpt import barrier, failing_together
+from nemo_aligner.checkpoint.dist_ckpt import failing_together
 from nemo_aligner.checkpoint.file_references import ARTIFACT_KEYS, TOKENIZER_TYPE, unmarked
 from nemo_aligner.checkpoint.folders import WRITING_SUFFIX, replace
 from nemo_aligner.checkpoint.forms import CONFIG_FILE, WEIGHTS_FOLDER
 from nemo_aligner.checkpoint.stored_weights import TensorSource, is_gated
-from nemo_aligner.checkpoint.torch_dist_stream import Chunk, TarFiles, TorchDistTensors
+from nemo_aligner.checkpoint.torch_dist_stream import TarFiles, TorchDistTensors
 from nemo_aligner.core.errors import DamagedFileError, UserError
 from nemo_aligner.core.leftovers import claim, temporary_folder, token_of_machine
 from nemo_aligner.parallel import parallel_state
@@ -152,10 +146,8 @@ def read_archive(path: Path) -> DictConfig:
             f"you trust the tokenizer's code, set model.{REMOTE_CODE}=True yourself."
         )
         OmegaConf.update(config, REMOTE_CODE, False)
-    own_copy = OmegaConf.select(config, TOKENIZER_FOLDER)
-    if own_copy is not None:
-        config.tokenizer.type = own_copy
-        del config.tokenizer[TOKENIZER_FOLDER.split(".")[1]]
+    if OmegaConf.select(config, TOKENIZER_FOLDER) is not None:
+        config.tokenizer.type = config.tokenizer.pop(TOKENIZER_FOLDER.split(".")[1])
     file_references.mark_outside(config, folder)
     return config
 
@@ -195,10 +187,7 @@ def _is_readable_in_place(tar: tarfile.TarFile, path: Path) -> bool:
             check_members(tar, path, select=forms.is_weight)
     backend = members.get(f"{forms.WEIGHTS_FOLDER}/{forms.BACKEND_FILE}")
     stream = None if backend is None else tar.extractfile(backend)
-    if stream is None:
-        return False
-    children = {name.split("/")[0] for name in members}
-    return forms.form_of_weights(children, stream.read(), path) == "torch_dist"
+    return stream is not None and forms.form_of_weights((), stream.read(), path) == "torch_dist"
 
 
 def _is_first_on_node() -> bool:
@@ -231,8 +220,7 @@ def _tensors_in(folder: Path, path: Path) -> TensorSource:
 @contextlib.contextmanager
 def weights_folder(path: str | Path) -> Iterator[Path]:
     """Folder with a `.nemo`'s distributed checkpoint, else `UserError`; all ranks enter it."""
-    path = Path(path).resolve()
-    with _unpacked_weights(path) as folder:
+    with _unpacked_weights(Path(path).resolve()) as folder:
         if not (folder / forms.WEIGHTS_FOLDER).is_dir():
             raise UserError(
                 f"{path} has no {forms.WEIGHTS_FOLDER} folder (a distributed checkpoint)."
@@ -256,7 +244,7 @@ def _unpacked_weights(path: Path) -> Iterator[Path]:
                 claim(temporary, "nemo_weights_", token).mkdir()
                 _extract(path, folder, forms.is_weight)
         yield folder
-        barrier()
+        gathered(None)  # all have read it
     finally:
         if _is_first_on_node():
             shutil.rmtree(folder, ignore_errors=True)
@@ -401,28 +389,18 @@ def write_nemo(
     a reader never sees half of it. `SaveError`, on all ranks: nothing is left.
     """
     weights = _with_attention_states(sharded_weights)
-    _write(path, config, as_directory, functools.partial(dist_ckpt.save, weights))
+    write(path, config, as_directory, functools.partial(dist_ckpt.save, weights))
 
 
-def write_streamed(
-    path: str | Path,
-    config: DictConfig,
-    chunks: Sequence[Chunk],
-    read: Callable[[Chunk], Tensor],
-    *,
-    as_directory: bool = False,
-) -> None:
-    """Write a `.nemo` by `torch_dist_stream.write` in one process; a failure leaves nothing."""
-    _write(path, config, as_directory, functools.partial(torch_dist_stream.write, chunks, read))
-
-
-def _write(
+def write(
     path: str | Path,
     config: DictConfig,
     as_directory: bool,
     write_weights: Callable[[Path], Checksums],
 ) -> None:
-    """Write a `.nemo` beside `path`, and give it this place; after an error nothing is left."""
+    """Write a `.nemo` beside `path`, and give it this place; after an error nothing is left.
+    `write_weights`: into a folder, such as by `dist_ckpt.write`.
+    """
     path = Path(path).expanduser().absolute()
     folder = path.with_name(path.name + WRITING_SUFFIX)
     packed = path.with_name(path.name + ".tar.writing")

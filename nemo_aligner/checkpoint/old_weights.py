@@ -35,17 +35,11 @@ from nemo_aligner.checkpoint.stored_weights import (
 from nemo_aligner.core.errors import UserError
 
 # Axis along which tensor-parallel ranks share a weight; others are whole on each.
-SPLIT_AXES = {
-    "word_embeddings.weight": 0,
-    "output_layer.weight": 0,
-    "linear_qkv.weight": 0,
-    "linear_qkv.bias": 0,
-    "linear_fc1.weight": 0,
-    "linear_fc1.bias": 0,
-    "linear_proj.weight": 1,
-    "linear_fc2.weight": 1,
-    "rm_head.weight": 1,
-}
+SPLIT_AXES = dict.fromkeys(
+    """word_embeddings.weight output_layer.weight linear_qkv.weight linear_qkv.bias
+    linear_fc1.weight linear_fc1.bias""".split(),
+    0,
+) | dict.fromkeys("linear_proj.weight linear_fc2.weight rm_head.weight".split(), 1)
 GATED = ("linear_fc1.weight", "linear_fc1.bias")  # with a gate each rank has [gate, up]
 # Names of layers without Transformer Engine, and what distributed checkpoints call them.
 OTHER_NAMES = (

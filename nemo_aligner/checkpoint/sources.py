@@ -19,20 +19,27 @@ _BASE = "base of the adapters"  # as messages call its path
 
 
 class Source(PathLike[str]):
-    """A checkpoint, as a path where it lies; without `read_config` and `weights`, which read what
-    lies at a path, a `.nemo` or a job's.
-    """
+    """A checkpoint, as a path where it lies; `form`: as `forms.form_of_path` names it."""
 
-    def __init__(
-        self,
-        path: Path,
-        read_config: Callable[[Path], DictConfig] = nemo_archive.read_archive,
-        weights: Callable[
-            [Path], contextlib.AbstractContextManager[TensorSource]
-        ] = nemo_archive.archive_tensors,
-    ) -> None:
-        self._given, self.path = path, path.resolve()
-        self._read_config, self._weights = read_config, weights
+    def __init__(self, path: Path, form: str):
+        self._given, self.path, self.form = path, path.resolve(), form
+        # Only readers of the form that is there are imported.
+        if form == "peft":
+            from nemo_aligner.checkpoint.hugging_face import peft
+
+            self._readers: tuple[Callable, Callable] = peft.adapter_section, peft.PeftTensors
+        elif form == "hugging_face":
+            from nemo_aligner.checkpoint.hugging_face import reading
+
+            self._readers = reading.model_section, reading.weights
+        elif form == "nemo2":
+            from nemo_aligner.checkpoint import megatron
+
+            self._readers = megatron.read_nemo2_config, megatron.nemo2_weights
+        elif form == "megatron":
+            from nemo_aligner.checkpoint import megatron
+
+            self._readers = megatron.read_config, megatron.weights
 
     def __fspath__(self) -> str:
         return str(self._given)
@@ -43,13 +50,31 @@ class Source(PathLike[str]):
         """As `config`, with the sections `lora_base` and `peft` of adapters. `model`:
         configuration of the base of PEFT folders; None: of the one that they name.
         """
-        return self._read_config(self.path)
+        if self.form == "nemo":
+            return nemo_archive.read_archive(self.path)
+        config = self._readers[0](self.path, *self._base_of_peft(model))
+        refuse_resolvers(config, self.path)
+        if self.form != "peft":  # whose tokenizer is that of the base
+            mark_outside(config, self.path)
+        return config
 
     def own_tensors(
         self, model: DictConfig | None = None
     ) -> contextlib.AbstractContextManager[TensorSource]:
         """As `tensors`, of adapters alone, in place where possible; `model`: `stored_config`'s."""
-        return self._weights(self.path)
+        if self.form == "nemo":
+            return nemo_archive.archive_tensors(self.path)
+        return contextlib.nullcontext(self._readers[1](self.path, *self._base_of_peft(model)))
+
+    def _base_of_peft(self, given: DictConfig | None) -> list[DictConfig]:
+        """What the readers of PEFT's folders need beside the path."""
+        if self.form != "peft":
+            return []
+        from nemo_aligner.checkpoint.hugging_face.peft import base_path
+
+        if given is None:
+            given = open_source(base_path(self.path), key=_BASE).config()
+        return [given]
 
     def config(self, base: "Source | None" = None) -> DictConfig:
         """The configuration of the model; paths of files in the checkpoint are absolute, others
@@ -108,42 +133,6 @@ class Source(PathLike[str]):
         return open_source(named.path, key=_BASE)
 
 
-class PeftFolder(Source):
-    def __init__(self, path: Path) -> None:
-        from nemo_aligner.checkpoint.hugging_face import peft
-
-        super().__init__(path)
-        self._peft = peft
-
-    def stored_config(self, model: DictConfig | None = None) -> DictConfig:
-        config = self._peft.adapter_section(self.path, self._model(model))
-        refuse_resolvers(config, self.path)
-        return config  # the tokenizer is that of the base
-
-    @contextlib.contextmanager
-    def own_tensors(self, model: DictConfig | None = None) -> Iterator[TensorSource]:
-        yield self._peft.PeftTensors(self.path, self._model(model))
-
-    def _model(self, given: DictConfig | None) -> DictConfig:
-        if given is not None:
-            return given
-        return open_source(self._peft.base_path(self.path), key=_BASE).config()
-
-
-def of_others(
-    path: Path, read_config: Callable[[Path], DictConfig], weights: Callable[[Path], TensorSource]
-) -> Source:
-    """A folder of others."""
-
-    def checked(folder: Path) -> DictConfig:
-        config = read_config(folder)
-        refuse_resolvers(config, folder)
-        mark_outside(config, folder)
-        return config
-
-    return Source(path, checked, lambda folder: contextlib.nullcontext(weights(folder)))
-
-
 def open_source(
     path: str | PathLike[str] | None, key: str = "pretrained_checkpoint.restore_from_path"
 ) -> Source:
@@ -153,21 +142,7 @@ def open_source(
     if isinstance(path, Source):
         return path
     found = forms.check_restore_path(path, key)
-    form = forms.form_of_path(found)
-    # Only readers of the form that is there are imported.
-    if form == "peft":
-        return PeftFolder(found)
-    if form == "hugging_face":
-        from nemo_aligner.checkpoint.hugging_face import reading
-
-        return of_others(found, reading.model_section, reading.weights)
-    if form in ("nemo2", "megatron"):
-        from nemo_aligner.checkpoint import megatron
-
-        if form == "nemo2":
-            return of_others(found, megatron.read_nemo2_config, megatron.nemo2_weights)
-        return of_others(found, megatron.read_config, megatron.weights)
-    return Source(found)
+    return Source(found, forms.form_of_path(found))
 
 
 def read_config(path: str | PathLike[str]) -> DictConfig:

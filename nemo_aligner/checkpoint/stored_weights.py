@@ -161,20 +161,19 @@ class EitherName:
 
     def __init__(self, source: TensorSource):
         self.source = source
-        self._stored = dict(source.shapes())
+        self._stored = source.shapes()
         self._shapes = dict(self._stored)
-        layers: dict[str, set[int]] = {}
+        layers: dict[str, dict[int, tuple[int, ...]]] = {}
         for key, shape in self._stored.items():
             name, number = unnumbered(key)
             if number is not None:
-                layers.setdefault(name, set()).add(number)
+                layers.setdefault(name, {})[number] = shape
             elif is_stacked(key):
                 self._shapes |= {numbered(key, layer): shape[1:] for layer in range(shape[0])}
-        count = 1 + max((max(numbers) for numbers in layers.values()), default=-1)
-        for name, numbers in layers.items():
-            shapes = {self._stored[numbered(name, layer)] for layer in numbers}
-            if len(numbers) == count and len(shapes) == 1:
-                self._shapes[name] = (count, *shapes.pop())
+        count = 1 + max((max(shapes) for shapes in layers.values()), default=-1)
+        for name, shapes in layers.items():
+            if len(shapes) == count and len({*shapes.values()}) == 1:
+                self._shapes[name] = (count, *shapes[0])
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return self._shapes

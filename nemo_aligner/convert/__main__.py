@@ -135,7 +135,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(args: argparse.Namespace) -> None:
     # Megatron Core takes seconds to import.
-    from nemo_aligner.checkpoint.forms import is_peft
+    from nemo_aligner.checkpoint.forms import form_of_path
     from nemo_aligner.convert import conversions
 
     if args.command == "nemo-info":
@@ -145,7 +145,7 @@ def _run(args: argparse.Namespace) -> None:
     options = conversions.Options(**{k: v for k, v in vars(args).items() if k in names})
     given = args.source, args.target, options
     if args.command == "hf-to-nemo":
-        adapters = is_peft(args.source.expanduser())
+        adapters = form_of_path(args.source.expanduser()) == "peft"
     else:
         _, (key, _), _ = _CONVERSIONS[args.command]
         adapters = conversions.are_adapters(args.source, key)

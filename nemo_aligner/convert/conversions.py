@@ -23,17 +23,18 @@ from tqdm import tqdm
 
 from nemo_aligner.checkpoint import (
     adapters,
+    dist_ckpt,
     forms,
     megatron,
     megatron_keys,
     nemo_archive,
-    torch_dist_stream,
 )
+from nemo_aligner.checkpoint.dist_ckpt import Chunk
 from nemo_aligner.checkpoint.file_references import OUTSIDE
 from nemo_aligner.checkpoint.folders import replaced_folder
 from nemo_aligner.checkpoint.hugging_face import peft, peft_config, reading, writing
 from nemo_aligner.checkpoint.hugging_face.architecture import TABLES
-from nemo_aligner.checkpoint.sources import PeftFolder, Source, open_source
+from nemo_aligner.checkpoint.sources import Source, open_source
 from nemo_aligner.checkpoint.stored_weights import (
     Slice,
     TensorSource,
@@ -41,7 +42,6 @@ from nemo_aligner.checkpoint.stored_weights import (
     pieces,
     stored_dtype,
 )
-from nemo_aligner.checkpoint.torch_dist_stream import Chunk
 from nemo_aligner.config.defaults import complete_model
 from nemo_aligner.config.parallel_rules import pad_vocab_size
 from nemo_aligner.config.schema import ARCHITECTURE_KEYS
@@ -146,9 +146,8 @@ def _write_nemo(
             bar.update(_nbytes(chunk))
             return weights.read(chunk.key, parts[chunk]).to(chunk.dtype).reshape(chunk.size)
 
-        nemo_archive.write_streamed(
-            target, section, list(parts), read, as_directory=target.suffix != ".nemo"
-        )
+        write_weights = functools.partial(dist_ckpt.write, list(parts), read)
+        nemo_archive.write(target, section, target.suffix != ".nemo", write_weights)
 
 
 def _parts_of(weights: TensorSource, options: Options) -> dict[Chunk, Slice]:
@@ -175,7 +174,7 @@ def _nbytes(chunk: Chunk) -> int:
 def are_adapters(source: Path, key: str = "SOURCE") -> bool:
     """Whether `source`, called `key`, holds adapters; `UserError`: it does not exist."""
     found = open_source(source, key)
-    return isinstance(found, PeftFolder) or adapters.base_in(found.stored_config()) is not None
+    return found.form == "peft" or adapters.base_in(found.stored_config()) is not None
 
 
 @contextlib.contextmanager
@@ -312,7 +311,7 @@ def to_megatron(source: Path, target: Path, options: Options) -> str:
                 place = target / forms.RELEASE / megatron.TOKENIZER
                 args |= {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(place)}
             common = {"args": argparse.Namespace(**args), "checkpoint_version": 3.0}
-            torch_dist_stream.write(
+            dist_ckpt.write(
                 list(parts), read, release, common={**common, "iteration": 0}, states=True
             )
             (folder / forms.TRACKER).write_text(forms.RELEASE)
@@ -331,7 +330,7 @@ def info(path: Path) -> dict[str, Any]:
     found: dict[str, Any] = {"path": str(source)}
     keys: dict[str, Any] = {}
     opened: contextlib.AbstractContextManager[TensorSource]
-    if isinstance(source, PeftFolder):
+    if source.form == "peft":
         folder = Path(source)
         config = peft_config.read(folder)
         opened = contextlib.nullcontext(peft.file_tensors(folder))

@@ -12,7 +12,7 @@ from lightning.pytorch import Trainer
 from nemo.utils import logging
 from omegaconf import DictConfig, OmegaConf
 
-from nemo_aligner.checkpoint.forms import is_nemo2
+from nemo_aligner.checkpoint.forms import form_of_path
 from nemo_aligner.checkpoint.sources import open_source
 from nemo_aligner.config.checks import check_loaded
 from nemo_aligner.config.data_rules import KEPT_FORM, asked_form
@@ -150,7 +150,7 @@ def load_checkpoint_model_config(restore_path: str | PathLike[str]) -> DictConfi
 
 def load_2_0_checkpoint_model_config(restore_path: str | Path) -> DictConfig | None:
     """The configuration in a folder of NeMo 2.0; None for a `.nemo`."""
-    is_2_0 = is_nemo2(Path(restore_path))
+    is_2_0 = form_of_path(Path(restore_path)) == "nemo2"
     return load_checkpoint_model_config(restore_path) if is_2_0 else None
 
 

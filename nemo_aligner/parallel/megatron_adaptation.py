@@ -320,8 +320,6 @@ experts
 megatron_switches.take_balance_table | the table of balance losses is read and emptied
     megatron.core.transformer.moe.moe_utils:get_moe_layer_wise_logging_tracker
     megatron.core.transformer.moe.moe_logging:destroy_moe_metrics_tracker
-checkpoint/data_only.py | objects of a checkpoint are unpickled: they are read as data first
-    torch.distributed.checkpoint.default_planner:DefaultLoadPlanner.load_bytes
 """)
 
 PRIVATE = _table("""
@@ -334,8 +332,8 @@ models/nlp/gpt/hybrid_model.py | called: takes the specification of a layer or o
 models/nlp/gpt/megatron_layers.py | overridden: there is no expert bias, and asking for it starts a
 C++ compiler
     megatron.core.transformer.moe.router:TopKRouter._apply_expert_bias
-checkpoint/dist_ckpt.py | called: plans a checkpoint that is written without further processes
-    megatron.core.dist_checkpointing.strategies.torch:_replace_state_dict_keys_with_sharded_keys
+checkpoint/dist_ckpt.py | called: the first part of the names of a rank's files
+    torch.distributed.checkpoint.filesystem:_StoragePrefix
 data/nlp/sources.py | read: tells an index from another file, where Megatron Core asserts
     megatron.core.datasets.indexed_dataset:_INDEX_HEADER
 """)

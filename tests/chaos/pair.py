@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 
-from nemo_aligner.checkpoint.checksums import read_manifest
+from nemo_aligner.checkpoint.checksums import MANIFEST, parse_manifest
 from nemo_aligner.checkpoint.folders import complete_checkpoints
 from nemo_aligner.servers.ports import find_free_port
 from tests.chaos import phases
@@ -205,7 +205,7 @@ class Pair:
         }
         for side in sides:
             last, _state = complete_checkpoints(self.folder / side / "checkpoints")[-1]
-            entries = (read_manifest(last) or {}).items()
+            entries = parse_manifest((last / MANIFEST).read_bytes(), last).items()
             sums = {f"{side} {name}": x for name, x in entries if name.endswith(".distcp")}
             assert sums, self.story(f"{last} has no weights")
             found |= sums

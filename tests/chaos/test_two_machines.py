@@ -14,7 +14,7 @@ import time
 
 import pytest
 
-from nemo_aligner.checkpoint.checksums import read_manifest
+from nemo_aligner.checkpoint.checksums import MANIFEST, parse_manifest
 from nemo_aligner.checkpoint.folders import complete_checkpoints
 from nemo_aligner.core.endings import ExitCode
 from nemo_aligner.servers.ports import find_free_port
@@ -90,7 +90,7 @@ class Run:
         found = {}
         for side in self.sides:
             last, _ = complete_checkpoints(self.folder / side / "checkpoints")[-1]
-            sums = read_manifest(last).items()
+            sums = parse_manifest((last / MANIFEST).read_bytes(), last).items()
             found |= {f"{side} {name}": value for name, value in sums if "distcp" in name}
             names = [name for name in metric_names(self.folder / side) if "loss" in name]
             found |= {f"{side} {name}": read_metrics(self.folder / side, name) for name in names}

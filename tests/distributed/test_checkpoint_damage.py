@@ -24,12 +24,12 @@ def damaged(folder: str, tokenizer_dir: str) -> dict:
     """What this rank sees of two checkpoints, of which the newer one is damaged."""
     from torch.distributed import barrier, get_rank
 
-    from nemo_aligner.checkpoint.checksums import read_manifest
+    from nemo_aligner.checkpoint.checksums import MANIFEST, parse_manifest
 
     callback = _callback(folder, tokenizer_dir)
     for step in (1, 2):
         newest = callback.custom_save({"step": step}, trainer_state={"step": step})
-    listed = sorted(read_manifest(newest) or {})
+    listed = sorted(parse_manifest((newest / MANIFEST).read_bytes(), newest))
     sound = callback.is_sound(newest)
     barrier()
     if get_rank() == 0:
@@ -77,19 +77,19 @@ def one_rank_has_no_space(
     def refuse(*_arguments):
         raise full
 
-    write_bytes, save_config = Path.write_bytes, dist_ckpt.save_config
+    save_config = dist_ckpt.save_config
 
     def refuse_common(path, content):
         if path.name == "common.pt":
             raise full
-        write_bytes(path, content)
+        return own["write_durably"](path, content)
 
     if where == "weights" and get_rank() == 1:
         checksums._Stream = FullStream
     elif where in names and get_rank() == (where == "write_durably"):
         setattr(modules[where], where, refuse)
     elif where == "common" and get_rank() == 0:
-        Path.write_bytes = refuse_common
+        checksums.write_durably = refuse_common
     elif where == "form" and get_rank() == 0:
         dist_ckpt.save_config = refuse
     try:
@@ -100,7 +100,7 @@ def one_rank_has_no_space(
     except SaveError as error:
         message = str(error)
     checksums._Stream = stream
-    Path.write_bytes, dist_ckpt.save_config = write_bytes, save_config
+    dist_ckpt.save_config = save_config
     for name in names:
         setattr(modules[name], name, own[name])
     barrier()

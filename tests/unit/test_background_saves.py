@@ -12,7 +12,7 @@ import torch
 
 from nemo_aligner.checkpoint import checksums
 from nemo_aligner.checkpoint.checkpointing import CheckpointCallback
-from nemo_aligner.checkpoint.checksums import read_manifest
+from nemo_aligner.checkpoint.checksums import MANIFEST, parse_manifest
 from nemo_aligner.core.errors import ConfigError
 from tests.patience import patience
 from tests.unit.test_checkpoint_forms import step, training
@@ -64,8 +64,8 @@ def test_a_save_holds_the_state_of_its_moment(
     assert not callback.is_saving
     (folder,) = complete(tmp_path / "async")
     # The same files, but for the moment at which the state of training was noted.
-    roots = [tmp_path / name / "checkpoints" for name in ("sync", "async")]
-    manifests = [read_manifest(root / folder) for root in roots]
+    files = [tmp_path / name / "checkpoints" / folder / MANIFEST for name in ("sync", "async")]
+    manifests = [parse_manifest(file.read_bytes(), file) for file in files]
     weights = "weights/.metadata"
     names = [{path: found[path] for path in found if path != weights} for found in manifests]
     assert names[0] == names[1] and "weights/.metadata" in manifests[1]

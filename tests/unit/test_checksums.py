@@ -227,7 +227,7 @@ def die_at(monkeypatch, target, count):
         "nemo_aligner.checkpoint.dist_ckpt.Save",
         "nemo_aligner.checkpoint.checksums.write_durably",
         "nemo_aligner.checkpoint.checkpointing.write_manifest",
-        "nemo_aligner.checkpoint.checkpointing.sync_folder",
+        "nemo_aligner.checkpoint.folders.sync_folder",
         "nemo_aligner.checkpoint.folders.mark",
         "nemo_aligner.checkpoint.folders.remove_checkpoint",
         "shutil.rmtree",
@@ -264,7 +264,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused(saved, other_job, tmp_path, m
     def statvfs(path):
         return SimpleNamespace(f_blocks=10**9, f_bavail=weights * 3 // 4, f_frsize=1)
 
-    begun = die_at(monkeypatch, "nemo_aligner.checkpoint.dist_ckpt._InProcessSave", 0)
+    begun = die_at(monkeypatch, "nemo_aligner.checkpoint.dist_ckpt._Writer", 0)
     callback = CheckpointCallback(folder, *other_job, name="rm")
     messages = []
     for statvfs_of_now in (statvfs, real):
@@ -279,16 +279,17 @@ def test_a_checkpoint_that_does_not_fit_is_refused(saved, other_job, tmp_path, m
 
 
 @pytest.mark.parametrize("async_save", [False, True])
-def test_a_save_that_cannot_begin_is_named(saved, other_job, tmp_path, monkeypatch, async_save):
+def test_a_save_that_cannot_write_is_named(saved, other_job, tmp_path, monkeypatch, async_save):
     folder = shutil.copytree(saved, tmp_path / "job")
 
-    def mkdir(*_arguments):
+    def write_durably(*_arguments):
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
-    monkeypatch.setattr(checksums.ChecksummedFiles, "mkdir", mkdir)
+    monkeypatch.setattr(checksums, "write_durably", write_durably)
     callback = CheckpointCallback(folder, *other_job, name="rm", async_save=async_save)
     with pytest.raises(SaveError, match="cannot be written: .*Read-only"):
         callback.custom_save({"step": 3}, trainer_state={"step": 3})
+        callback.finish_save()
     assert folders_in(folder / "checkpoints") == ["checkpoint-step=1", "checkpoint-step=2"]
 
 

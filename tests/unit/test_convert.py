@@ -13,7 +13,7 @@ import transformers
 from omegaconf import OmegaConf
 from safetensors.torch import load_file
 
-from nemo_aligner.checkpoint import nemo_archive, torch_dist_stream
+from nemo_aligner.checkpoint import dist_ckpt, nemo_archive
 from nemo_aligner.checkpoint.hugging_face import writing
 from nemo_aligner.checkpoint.hugging_face.architecture import PER_SAMPLE, PER_TOKEN, as_class_reads
 from nemo_aligner.checkpoint.hugging_face.writing import describe
@@ -211,7 +211,7 @@ def test_a_full_disk_leaves_nothing(folder, tmp_path, monkeypatch, capsys):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(torch_dist_stream, "write", full)
+        patch.setattr(dist_ckpt, "write", full)
         assert convert("hf-to-nemo", folder, tmp_path / "model.nemo") == 2
     assert "No space left" in capsys.readouterr().err
     assert not (tmp_path / "model.nemo").exists() and not left_beside(tmp_path)

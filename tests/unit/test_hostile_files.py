@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
-from nemo_aligner.checkpoint import dist_ckpt, sources
+from nemo_aligner.checkpoint import dist_ckpt, sources, torch_dist_stream
 from nemo_aligner.checkpoint.checkpointing import CheckpointCallback
 from nemo_aligner.checkpoint.checksums import write_manifest
 from nemo_aligner.checkpoint.data_only import read_metadata
@@ -142,30 +142,8 @@ def test_a_checkpoint_runs_nothing(tiny_tokenizer_dir, tmp_path, marker, member)
     assert "weights_only" not in str(error.value) and not marker.exists()
 
 
-def test_an_object_among_the_tensors_runs_nothing(tmp_path, marker):
-    """Written by Megatron Core's own planner, whose objects are pickles."""
-    from megatron.core.dist_checkpointing.mapping import ShardedObject
-
-    parallel_state.initialize()
-
-    def entry(data):
-        return {"object": ShardedObject("object", data, (1,), (0,), replica_id=0)}
-
-    for data, ends_well in (({"step": 3, "rate": torch.ones(2)}, True), (None, False)):
-        folder = tmp_path / str(ends_well)
-        folder.mkdir()
-        dist_ckpt.save(entry(Call(Path.touch, marker) if data is None else data), folder)
-        assert not marker.exists()
-        if ends_well:
-            loaded = dist_ckpt.load(entry(None), folder)["object"]
-            assert loaded["step"] == 3 and torch.equal(loaded["rate"], torch.ones(2))
-        else:
-            with pytest.raises(UserError, match="object/shard.* is more than data"):
-                dist_ckpt.load(entry(None), folder)
-    assert not marker.exists()
-
-
-def test_extra_states_of_transformer_engine_are_not_read(tmp_path, marker):
+def test_objects_among_the_tensors_are_not_read(tmp_path, marker):
+    """Those of Transformer Engine, which are pickles."""
     from megatron.core.dist_checkpointing.mapping import ShardedObject
 
     parallel_state.initialize()
@@ -175,7 +153,8 @@ def test_extra_states_of_transformer_engine_are_not_read(tmp_path, marker):
         return {"layer": ShardedObject(key, data, (1,), (0,), replica_id=0)}
 
     dist_ckpt.save(entry(Call(Path.touch, marker)), tmp_path)
-    assert dist_ckpt.load(entry("own"), tmp_path) == {"layer": "own"}
+    stored = torch_dist_stream.TorchDistTensors(tmp_path, prefix=None)
+    assert torch_dist_stream.load(entry("own"), stored) == {"layer": "own"}
     assert not marker.exists()
 
 
@@ -299,10 +278,11 @@ def test_a_configuration_may_refer_to_its_own_keys(nemo_folder):
     assert note == f"{tiny_config('').hidden_size} of huggingface"
 
 
-def test_json_of_others_calls_no_resolver(tmp_path):
+def test_json_of_others_calls_no_resolver(tmp_path, monkeypatch):
     found = OmegaConf.create({"hidden_act": "${oc.env:ROW_NINE}"})
+    monkeypatch.setattr(reading, "model_section", lambda path: found)
     with pytest.raises(UserError, match=f"{tmp_path}: hidden_act="):
-        sources.of_others(tmp_path, lambda path: found, reading.weights).config()
+        sources.Source(tmp_path, "hugging_face").config()
 
 
 @pytest.mark.parametrize("value", ["{secret}", "/not/on/this/machine"])
