@@ -443,9 +443,9 @@ def test_a_window_needs_one_context_rank_under_transformer_engine(monkeypatch):
 YARN_KEYS = " ".join(f"{key}={value}" for key, value in YARN.items())
 CORE = "mcore_customization_config"
 TOGETHER = rows(f"""
-position_embedding_type=longrope -> 'longrope' is not supported; use rope
-position_embedding_type=yarn -> yarn_rotary_scaling_factor=None .*=yarn
-{YARN_KEYS} yarn_original_max_position_embeddings=null -> original_max_position_embeddings=None
+position_embedding_type=longrope -> 'longrope' must be one of rope, yarn
+position_embedding_type=yarn -> =yarn needs .*yarn_rotary_scaling_factor is not set
+{YARN_KEYS} yarn_original_max_position_embeddings=null -> max_position_embeddings is not set
 {YARN_KEYS} rotary_percentage=0.5 -> rotary_percentage=0.5 .*yarn
 {YARN_KEYS} rotary_interleaved=true -> rotary_interleaved=True .*set it to False
 {YARN_KEYS} seq_len_interpolation_factor=2.0 -> factor=2.0 .*set it to null
@@ -458,8 +458,8 @@ no_rope_freq=2 position_embedding_type=none -> no_rope_freq=2 with
 transformer_block_type=normformer -> norms stand where model.norm_position says
 qk_layernorm_all_heads=true -> qk_layernorm_all_heads=True needs
 rotary_base_local=100.0 -> rotary_base_local=100.0 needs model.window_size
-parallel_attention=true norm_position=both -> norm_position=both .*parallel_attention; set it to
-    before
+parallel_attention=true norm_position=both -> norm_position=both .*parallel_attention=True; set
+    it to before
 {CORE}.moe_expert_capacity_factor=1.0 -> moe_expert_capacity_factor=1.0 .*break a promise: .* the
     same numbers.* at any split
 {CORE}.fp32_residual_connection=true -> does not act there; set model.fp32_residual_connection
