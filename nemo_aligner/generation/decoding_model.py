@@ -25,7 +25,7 @@ from torch.distributed import ProcessGroup
 
 from nemo_aligner.generation.cache import AttentionSettings, KeyValueCache, Pass
 from nemo_aligner.generation.split import Split
-from nemo_aligner.parallel.cpu_operations import packed_linear
+from nemo_aligner.parallel.device import packed_linear
 from nemo_aligner.parallel.vocab_parallel import scaled_logits
 
 

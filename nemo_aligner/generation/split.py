@@ -18,9 +18,13 @@ from torch.distributed import ProcessGroup
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.generation.interface import GenerationOutput, Prompts
 from nemo_aligner.parallel import parallel_state
-from nemo_aligner.parallel.collectives import gathered, largest, rebalance_nd_tensor
+from nemo_aligner.parallel.collectives import (
+    checksum_of_shard,
+    gathered,
+    largest,
+    rebalance_nd_tensor,
+)
 from nemo_aligner.parallel.device import get_device
-from nemo_aligner.parallel.replicas import checksum_of_shard
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from packaging.version import Version
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from nemo_aligner.parallel.cpu_operations import apply_rotary
+from nemo_aligner.parallel.device import apply_rotary
 
 # The first release that has a name, and the first that has it no more or where it is not touched.
 SINCE = {

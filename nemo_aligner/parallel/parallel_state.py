@@ -21,8 +21,7 @@ from torch.distributed import ProcessGroup, Store, distributed_c10d, is_gloo_ava
 
 from nemo_aligner.config.parallel_rules import check_expert_ranks, data_parallel_size
 from nemo_aligner.core.errors import ConfigError
-from nemo_aligner.parallel.cpu_operations import take_products_from_mkl
-from nemo_aligner.parallel.device import get_backend, keep_freed_memory
+from nemo_aligner.parallel.device import get_backend, keep_freed_memory, take_products_from_mkl
 from nemo_aligner.parallel.megatron_adaptation import adapt_megatron_core
 
 T = TypeVar("T")

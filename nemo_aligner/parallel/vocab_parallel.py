@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from nemo_aligner.core.tensors import masked_mean
-from nemo_aligner.parallel import context_parallel, parallel_state
+from nemo_aligner.parallel import collectives, parallel_state
 
 # Elements of one working buffer: 1 MiB of fp32 stays in a CPU's cache; a GPU wants long kernels.
 CHUNK_ELEMENTS = 1 << 18
@@ -174,15 +174,15 @@ def _scores(
     with torch.set_grad_enabled(torch.is_grad_enabled() and not inference_only):
         scores, entropy = _Scores.apply(
             logits,
-            context_parallel.take_share(candidates, 1),
+            collectives.take_share(candidates, 1),
             shard,
             rest_of,
             with_entropy,
             overwrite_logits,
         )
-        scores = context_parallel.gather_shares(scores, 1)[:, :wanted]
+        scores = collectives.gather_shares(scores, 1)[:, :wanted]
         if entropy is not None:
-            entropy = context_parallel.gather_shares(entropy, 1)[:, :wanted]
+            entropy = collectives.gather_shares(entropy, 1)[:, :wanted]
         return scores, entropy
 
 
@@ -194,7 +194,7 @@ def _shard(
     if given > width:
         raise ValueError(f"targets of width {given} for logits of {width} positions")
     # Positions ascend within a share, so the wanted ones come first.
-    columns = int((context_parallel.share_positions(width) < wanted).sum())
+    columns = int((collectives.share_positions(width) < wanted).sum())
     return VocabShard(logits, temperature, vocab_size, columns), width
 
 
@@ -428,7 +428,7 @@ def top_logits(
     share = torch.where(local_sum > 0, (local_max - maximum[..., 0]).exp() * local_sum, 0.0)
     total = shard.all_reduce(share, dist.ReduceOp.SUM)
     results = (values - maximum, ids.gather(-1, order), total.log())
-    gather = context_parallel.gather_shares
+    gather = collectives.gather_shares
     return TopLogits(*(gather(shard.padded(x), 1)[:, :wanted] for x in results))
 
 

@@ -12,8 +12,8 @@ The model is called as `model(tokens, position_ids, attention_mask=None, ...)`: 
 which is enough with right padding. Rows may hold several samples one behind the other: then the
 batch has `packed_position_ids` (int64 `[B, S]`, 0 where a sample begins), and no sample sees
 another. Under context parallelism the model gets this rank's share of the positions
-(`context_parallel`) and the other tensors whole; the ranks gather each other's outputs and then
-compute the same loss.
+(`parallel/collectives.py`) and the other tensors whole; the ranks gather each other's outputs and
+then compute the same loss.
 
 A loss function returns this micro-batch's *share* of the loss of the global batch
 (`nemo_aligner.core.losses`). Megatron divides by the number of micro-batches and averages
@@ -22,23 +22,30 @@ sum of all shares, whatever the split. (Over context-parallel ranks Megatron its
 average.)
 """
 
+import contextlib
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 from megatron.core.utils import get_model_config, unwrap_model
 
 from nemo_aligner.core.endings import progress
-from nemo_aligner.core.errors import UserError
+from nemo_aligner.core.errors import NonFiniteError, UserError
 from nemo_aligner.parallel import parallel_state
-from nemo_aligner.parallel.collectives import broadcast_tensor_within_pp
-from nemo_aligner.parallel.context_parallel import take_share
+from nemo_aligner.parallel.collectives import (
+    all_reduce,
+    broadcast_tensor_within_pp,
+    gathered,
+    take_share,
+)
 from nemo_aligner.parallel.device import get_device
 from nemo_aligner.parallel.megatron_switches import shapes_exchanged
-from nemo_aligner.training.finite import check_finite
 from nemo_aligner.training.micro_batches import Plan, plan_of_rank
 from nemo_aligner.training.token_counts import (
     FORWARD,
@@ -365,3 +372,89 @@ def _in_order(
         else:
             collected[places, : output.size(1)] = output
     return collected
+
+
+REMEDY = (
+    "No weight was changed. Look at the last values of loss and grad_norm in metrics.jsonl and at "
+    "the data of this step; lower model.optim.lr, clip gradients (trainer.*.gradient_clip_val), "
+    "and resume from the last good checkpoint."
+)
+NAMED_TENSORS = 3  # weights with wrong gradients that the message names
+
+
+@contextlib.contextmanager
+def naming_step(step: str) -> Iterator[None]:
+    """Put `step`, for example "update 12 of PPO step 3", in front of a `NonFiniteError`."""
+    try:
+        yield
+    except NonFiniteError as error:
+        raise NonFiniteError(f"{step}: {error}").with_traceback(error.__traceback__) from None
+
+
+def check_finite(
+    model_chunks: Sequence[torch.nn.Module],
+    loss: float,
+    shares: Sequence[torch.Tensor],
+    rows: Sequence[Sequence[int]],
+) -> None:
+    """Refuse a loss or a gradient that is NaN or infinite; all ranks call it after the reductions.
+    `NonFiniteError`, on every rank: names the samples or the weights.
+
+    Args:
+        model_chunks: of this stage; gradients only of those that are wrapped for training.
+        loss: of the global batch.
+        shares: scalars, this rank's part of the loss by micro-batch; empty except on the last
+            stage.
+        rows: places of the samples of each micro-batch in the share of this rank.
+    """
+    found = [not math.isfinite(loss), not _gradients_are_finite(model_chunks)]
+    wrong = torch.tensor(found, dtype=torch.int32, device=get_device())
+    all_reduce(wrong, op=dist.ReduceOp.MAX)
+    if not wrong.any():
+        return
+    bad_loss, bad_gradient = wrong.tolist()
+    mine = _where_loss_is_wrong(shares, rows), _weights_with_wrong_gradients(model_chunks)
+    by_rank = gathered(mine)
+    places = [place for place, _ in by_rank if place]
+    names = sorted({name for _, names in by_rank for name in names})
+    parts = []
+    if bad_loss:
+        where = f" ({'; '.join(dict.fromkeys(places))})" if places else ""
+        parts.append(f"the loss is {loss}{where}")
+    if bad_gradient:
+        more = f" and {len(names) - NAMED_TENSORS} more" if len(names) > NAMED_TENSORS else ""
+        parts.append(f"the gradient of {', '.join(names[:NAMED_TENSORS])}{more} is not finite")
+    raise NonFiniteError(f"{' and '.join(parts)}. {REMEDY}")
+
+
+def _gradients_are_finite(model_chunks: Sequence[torch.nn.Module]) -> bool:
+    for chunk in model_chunks:
+        if isinstance(chunk, DistributedDataParallel):
+            for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
+                # A finite norm proves finite elements and is cheap; others may have overflowed.
+                norm = torch.linalg.vector_norm(buffer.grad_data)
+                if not norm.isfinite() and not buffer.grad_data.isfinite().all():
+                    return False
+    return True
+
+
+def _weights_with_wrong_gradients(model_chunks: Sequence[torch.nn.Module]) -> list[str]:
+    return [
+        name.removeprefix("module.").removeprefix("module.")
+        for chunk in model_chunks
+        if isinstance(chunk, DistributedDataParallel)
+        for name, parameter in chunk.named_parameters()
+        if parameter.requires_grad and not parameter.main_grad.isfinite().all()
+    ]
+
+
+def _where_loss_is_wrong(
+    shares: Sequence[torch.Tensor], rows: Sequence[Sequence[int]]
+) -> str | None:
+    for number, share in enumerate(shares):
+        if not share.isfinite():
+            rank, samples = parallel_state.get_data_parallel_rank(), sorted(rows[number])
+            named = ", ".join(map(str, samples))
+            kind = "sample" if len(samples) == 1 else "samples"
+            return f"first in {kind} {named} of the share of data-parallel rank {rank}"
+    return None

@@ -16,8 +16,7 @@ from megatron.core.utils import get_model_config
 
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.parallel import parallel_state
-from nemo_aligner.parallel.collectives import largest
-from nemo_aligner.parallel.context_parallel import width_multiple
+from nemo_aligner.parallel.collectives import largest, width_multiple
 
 
 @dataclass(frozen=True)

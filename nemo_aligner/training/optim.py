@@ -81,7 +81,7 @@ def wrap_with_ddp(
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=overlap,
         use_distributed_optimizer=OPTIMIZERS[optim_cfg.name].distributed,
-        # Megatron's check raises on one rank alone; training/finite.py on all of them.
+        # Megatron's check raises on one rank alone; training/megatron_steps.py on all of them.
         check_for_nan_in_grad=False,
         bucket_size=int(bucket_mb * 2**20 / 4) if bucket_mb else None,
     )

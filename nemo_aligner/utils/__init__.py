@@ -53,13 +53,13 @@ DOORS = {
     "utils.config_schema": "config.inert_keys config.schema",
     "utils.config_utils": "config.checks config.defaults",
     "utils.config_values": "config.values",
-    "utils.context_parallel": "parallel.context_parallel",
+    "utils.context_parallel": "parallel.collectives",
     "utils.device": "parallel.device parallel.megatron_adaptation",
     "utils.dist_ckpt": "checkpoint.dist_ckpt",
-    "utils.distributed": "parallel.collectives parallel.vocab_parallel training.timers",
+    "utils.distributed": "parallel.collectives parallel.vocab_parallel training.schedule",
     "utils.errors": "core.errors",
     "utils.expert_losses": "training.token_counts",
-    "utils.finite": "training.finite",
+    "utils.finite": "training.megatron_steps",
     "utils.kl": "core.kl",
     "utils.loggers": "parallel.environment training.loggers",
     "utils.megatron_steps": "training.megatron_steps",
@@ -73,7 +73,7 @@ DOORS = {
     "utils.ports": "servers.ports",
     "utils.ppo_rules": "config.jobs.actors core.estimators",
     "utils.ppo_utils": "core.advantages core.kl core.losses core.tensors",
-    "utils.replicas": "parallel.replicas",
+    "utils.replicas": "parallel.collectives",
     "utils.resume_pair": "checkpoint.folders",
     "utils.reward_models": "config.server_rules",
     "utils.server_utils": (
@@ -81,7 +81,7 @@ DOORS = {
         "servers.triton_host"
     ),
     "utils.text_generation_utils": "generation.interface",
-    "utils.timers": "training.timers",
+    "utils.timers": "training.schedule",
     "utils.train_script_utils": (
         "launch.endings launch.experiment launch.model_loading launch.processes "
         "launch.script_steps training.loggers training.schedule"

@@ -10,10 +10,9 @@ import torch.nn.functional as F
 from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.transformer.mlp import MLP
 
-from nemo_aligner.models.nlp.gpt.megatron_additions import RMSNorm
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
-from nemo_aligner.models.nlp.gpt.megatron_layers import SwiGLUMLP
-from nemo_aligner.parallel.cpu_operations import apply_rotary, rms_norm, swiglu
+from nemo_aligner.models.nlp.gpt.megatron_layers import RMSNorm, SwiGLUMLP
+from nemo_aligner.parallel.device import apply_rotary, rms_norm, swiglu
 from tests.tiny_models import tiny_config
 
 DTYPES = [torch.float32, torch.bfloat16]

@@ -24,7 +24,7 @@ from nemo_aligner.config.parallel_rules import check_architecture
 from nemo_aligner.config.schema import CONFIG_NAMES, LIVE
 from nemo_aligner.core.errors import ConfigError
 from nemo_aligner.launch.model_loading import load_from_nemo
-from nemo_aligner.models.nlp.gpt import megatron_additions, megatron_config
+from nemo_aligner.models.nlp.gpt import megatron_config, megatron_layers
 from nemo_aligner.models.nlp.gpt.megatron_config import KERNELS, TRANSFORMER_ENGINE_KERNELS
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRewardModel
@@ -577,7 +577,7 @@ def test_zero_centered_norms_keep_the_last_bits_in_bf16(normalization):
     kind = megatron_config.NORMALIZATIONS[cfg.normalization]
     names = "layernorm_zero_centered_gamma", "sequence_parallel", "layernorm_bias"
     config = type("Config", (), {"normalization": kind, **dict.fromkeys(names, True)})
-    norm = megatron_additions.LocalNorm(config, 64, eps=1e-5)
+    norm = megatron_layers.LocalNorm(config, 64, eps=1e-5)
     assert torch.equal(norm.weight, torch.zeros(64)) and norm.weight.sequence_parallel
     norm = norm.bfloat16()
     torch.nn.init.normal_(norm.weight, std=1e-3)  # bf16 has no number between 1 and 1.0078

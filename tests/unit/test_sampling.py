@@ -7,7 +7,7 @@ for.
 import pytest
 import torch
 
-from nemo_aligner.generation.sampling import (
+from nemo_aligner.generation.batch import (
     choose_tokens,
     invert_cdf,
     sample_uniforms,

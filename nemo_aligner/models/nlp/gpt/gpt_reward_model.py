@@ -19,7 +19,7 @@ from torch import Tensor
 
 from nemo_aligner.models.nlp.gpt.megatron_layers import GPTModel
 from nemo_aligner.parallel import parallel_state
-from nemo_aligner.parallel.context_parallel import gather_shares
+from nemo_aligner.parallel.collectives import gather_shares
 from nemo_aligner.parallel.megatron_switches import changed
 
 # Arguments of NeMo-Aligner's `GPTRewardModel.forward` after `input_ids`.

@@ -124,7 +124,7 @@ POSITION_EMBEDDINGS = ("rope", "yarn", "learned_absolute", "none")
 
 @dataclass
 class GPTConfig(TransformerConfig):
-    """`TransformerConfig` with what the layers of `megatron_additions` read."""
+    """`TransformerConfig` with what our layers read."""
 
     norm_position: str = "before"
     layernorm_bias: bool = True

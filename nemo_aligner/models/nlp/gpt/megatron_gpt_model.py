@@ -6,7 +6,7 @@ optimizer. Roles add losses; `nemo_aligner.training.megatron_steps` runs the pas
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from os import PathLike
 from pathlib import Path
 from typing import Any, NoReturn
@@ -34,7 +34,6 @@ from nemo_aligner.config.parallel_rules import check_pipeline_stages, count_voca
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.core.losses import loss_count, loss_weights
 from nemo_aligner.core.tensors import counted_lengths
-from nemo_aligner.models.nlp.gpt.megatron_additions import add_to_module
 from nemo_aligner.models.nlp.gpt.megatron_config import (
     build_transformer_config,
     position_arguments,
@@ -42,6 +41,7 @@ from nemo_aligner.models.nlp.gpt.megatron_config import (
 )
 from nemo_aligner.models.nlp.gpt.megatron_layers import (
     GPTModel,
+    add_to_module,
     build_layer_spec,
     compute_logits_batch_first,
     compute_swiglu_at_once,
@@ -499,56 +499,50 @@ class MegatronGPTModel(RetiredHooks, ModelPT):
         (after `model.`) in `missing_ok` may be absent, as of a new head; they and `skip` keep
         initial values.
         """
-        sharded = self.sharded_weights()
         checkpoint = open_source(restore_path)
         with checkpoint.tensors() as source:
-            stored = source.shapes()
-            for chunk in sharded.values():
-                for name, tensor in list(chunk.items()):
-                    bare = name.removeprefix("model.")
-                    absent = bare.startswith(missing_ok) and tensor.key not in stored
-                    if absent or bare.startswith(skip):
-                        del chunk[name]
-            self.check_stored_weights(checkpoint, stored, sharded, strict)
-            for chunk in sharded.values():
-                for name, item in list(chunk.items()):
-                    if any(part.key not in stored for part in sharded_tensors(item)):
-                        del chunk[name]  # not strict: it keeps its initial value
-            loaded = load_weights(source, sharded)
-        self.load_sharded_weights(loaded, strict=strict and not missing_ok)
+            self.load_stored(checkpoint.path, source, strict, missing_ok, skip)
         self.restore_path = checkpoint.path
 
-    @staticmethod
-    def check_stored_weights(
-        path: str | PathLike[str],
-        stored: Mapping[str, tuple[int, ...]],
-        sharded: dict[str, dict[str, Any]],
+    def load_stored(
+        self,
+        path: Path,
+        source: TensorSource,
         strict: bool = True,
+        missing_ok: tuple[str, ...] = (),
+        skip: tuple[str, ...] = (),
     ) -> None:
-        """Raise `UserError` unless a checkpoint has `sharded`, in its shapes; `strict`: all."""
-        wanted = [
-            tensor
-            for chunk in sharded.values()
-            for item in chunk.values()
-            for tensor in sharded_tensors(item)
-        ]
-        missing = sorted({tensor.key for tensor in wanted} - set(stored))
+        """`load_nemo_weights` from the tensors of a checkpoint at `path`."""
+        sharded, stored = self.sharded_weights(), source.shapes()
+        missing = []
+        for chunk in sharded.values():
+            for name, item in list(chunk.items()):
+                bare, parts = name.removeprefix("model."), sharded_tensors(item)
+                absent = [part.key for part in parts if part.key not in stored]
+                if bare.startswith(skip) or absent:
+                    del chunk[name]  # it keeps its initial value
+                if not bare.startswith((*skip, *missing_ok)):
+                    missing += absent
+                for part in parts if name in chunk else ():
+                    self._check_shape(path, part, stored[part.key])
         if strict and missing:
+            missing = sorted(set(missing))
             raise UserError(
                 f"{path} lacks {len(missing)} weight(s) of this model, such as {missing[0]!r}: "
                 "compare its model_config.yaml."
             )
-        for tensor in wanted:
-            # Embedding tables may differ in their padding rows, which depend on the split.
-            if tensor.key not in stored or tensor.allow_shape_mismatch:
-                continue
-            shape = stored[tensor.key]
-            if shape != tuple(tensor.global_shape):
-                raise UserError(
-                    f"{path} holds {tensor.key} of shape {shape}, but this model's is "
-                    f"{tuple(tensor.global_shape)}; set its keys as in its model_config.yaml (for "
-                    "learned positions encoder_seq_length and max_position_embeddings)."
-                )
+        loaded = load_weights(source, sharded)
+        self.load_sharded_weights(loaded, strict=strict and not missing_ok)
+
+    @staticmethod
+    def _check_shape(path: Path, tensor: Any, shape: tuple[int, ...]) -> None:
+        # Embedding tables may differ in their padding rows, which depend on the split.
+        if not tensor.allow_shape_mismatch and shape != tuple(tensor.global_shape):
+            raise UserError(
+                f"{path} holds {tensor.key} of shape {shape}, but this model's is "
+                f"{tuple(tensor.global_shape)}; set its keys as in its model_config.yaml (for "
+                "learned positions encoder_seq_length and max_position_embeddings)."
+            )
 
     def check_checkpoint(self, folder: Path) -> None:
         """Check, on all ranks, that a checkpoint belongs to this model, before it is loaded."""
