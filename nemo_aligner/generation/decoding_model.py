@@ -211,12 +211,12 @@ def _linear_without_end(module: Any, group: ProcessGroup) -> _Function:
     if isinstance(module, ColumnParallelLinear):
         return _product(module.weight, module.bias)
     if isinstance(module, RowParallelLinear):
-        return _divided_product(module.weight, module.bias, group)
+        return _product(module.weight, module.bias, group)
     if not any(kind.__module__ == _ENGINE_LAYERS for kind in type(module).__mro__):
         return lambda x: _with_bias(*module.forward(x))
     bias = module.bias if module.use_bias else None
     if module.parallel_mode == "row":
-        return _divided_product(module.weight, bias, group)
+        return _product(module.weight, bias, group)
     product = _product(module.weight, bias)
     if not hasattr(module, "layer_norm_weight"):
         return product
@@ -257,25 +257,22 @@ def _output(chunk: Any) -> _Function:
     return _product(layer.weight, layer.bias)
 
 
-def _product(weight: Tensor, bias: Tensor | None) -> _Function:
-    """`x @ weight.T + bias`, on a CPU from a copy of the weight that is read faster."""
+def _product(weight: Tensor, bias: Tensor | None, group: ProcessGroup | None = None) -> _Function:
+    """`x @ weight.T + bias`, on a CPU from a copy of the weight that is read faster; `group`: the
+    ranks among which the inputs are divided.
+    """
+    if group is not None and torch.distributed.get_world_size(group) > 1:
+        product = _product(weight, None)
+
+        def summed(x: Tensor) -> Tensor:
+            part = product(x)
+            torch.distributed.all_reduce(part, group=group)
+            return _with_bias(part, bias)
+
+        return summed
     if weight.device.type == "cpu":
         return packed_linear(weight, bias)
     return lambda x: F.linear(x, weight, bias)
-
-
-def _divided_product(weight: Tensor, bias: Tensor | None, group: ProcessGroup) -> _Function:
-    """`_product` of inputs that are divided among the ranks of `group`."""
-    if torch.distributed.get_world_size(group) == 1:
-        return _product(weight, bias)
-    product = _product(weight, None)
-
-    def summed(x: Tensor) -> Tensor:
-        part = product(x)
-        torch.distributed.all_reduce(part, group=group)
-        return _with_bias(part, bias)
-
-    return summed
 
 
 def _with_bias(output: Tensor, bias: Tensor | None) -> Tensor:

@@ -380,25 +380,8 @@ class _GatherShares(torch.autograd.Function):
 
 # Elements widened to int64 at a time: a CPU's cache holds them; a GPU's kernel needs more.
 CPU_PIECE, DEVICE_PIECE = 2**16, 2**22
-# Knuth's MMIX multiplier; odd, so that multiplying by it modulo 2**64 is a bijection.
-FACTOR = 6364136223846793005
 _Weight = tuple[int, str]  # model chunk of this rank, name in it
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-@torch.no_grad()
-def checksum(tensor: Tensor) -> Tensor:
-    """int64 scalar of the exact bits and their positions. Element number i, as an integer, counts
-    `2i + 1` times within a piece, modulo 2**64 (odd, so a change of one changes the sum); pieces
-    are joined by Horner's rule. A CPU and another device have different pieces and checksums.
-    """
-    bits = tensor.detach().contiguous().view(-1).view(_INTEGERS[tensor.element_size()])
-    size = CPU_PIECE if bits.device.type == "cpu" else DEVICE_PIECE
-    weights = torch.arange(min(len(bits), size), device=bits.device) * 2 + 1
-    total = torch.zeros((), dtype=torch.int64, device=bits.device)
-    for piece in bits.split(size):
-        total = total * FACTOR + (piece * weights[: len(piece)]).sum()
-    return total
 
 
 @torch.no_grad()
@@ -406,7 +389,8 @@ def checksum_of_shard(
     tensor: Tensor, dim: int | None = None, parts: int = 1, rank: int = 0, ranks: int = 1
 ) -> Tensor:
     """int64 scalar of the exact bits of a rank's share of a weight and their positions in the
-    whole: the shares of all ranks sum to the same number, modulo 2**64, however they are cut.
+    whole: the shares of all ranks sum to the same number, modulo 2**64, however they are cut. By
+    default that of a whole tensor. Elements count odd numbers of times: a change of one shows.
 
     The element at place r of its row, of M, in row i of the whole counts 2 (i M + r) + 1 times,
     where a row has all elements at one index of `dim`, which is divided (None: not divided). A
@@ -418,11 +402,11 @@ def checksum_of_shard(
     index = torch.arange(count, device=bits.device)
     piece = max(count // parts, 1)
     rows = (index // piece * ranks + rank) * piece + index % piece
-    columns = torch.arange(width, device=bits.device)
+    columns = torch.arange(width, device=bits.device) * 2 + 1
     size = CPU_PIECE if bits.device.type == "cpu" else DEVICE_PIECE
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
     for some, at in zip(*(x.split(max(size // width, 1)) for x in (bits, rows)), strict=True):
-        total += (some * ((at.unsqueeze(1) * width + columns) * 2 + 1)).sum()
+        total += (some * columns).sum() + 2 * width * (some.sum(1) * at).sum()
     return total
 
 
@@ -446,7 +430,7 @@ def check_replicas(modules: list[torch.nn.Module]) -> None:
         if group is None or dist.get_world_size(group) == 1:
             continue
         named = {
-            (i, name): checksum(parameter)
+            (i, name): checksum_of_shard(parameter)
             for i, module in enumerate(modules)
             for name, parameter in module.named_parameters()
             if getattr(parameter, "allreduce", True) is mark

@@ -137,8 +137,15 @@ def is_pytorch_adam(optimizer: torch.optim.Optimizer | None) -> bool:
 
 def _start_states(optimizer: MegatronOptimizer) -> None:
     """Give every parameter its (zero) state of Adam or SGD with momentum now, for a checkpoint
-    before the first step. Megatron Core makes none for SGD, and no step count of PyTorch's Adam.
+    before the first step. Megatron Core makes none for SGD, and no step count of PyTorch's Adam,
+    which updates a weight in one pass on a CPU, also after a load.
     """
+    fused = get_device().type == "cpu"
+
+    def set_fused(inner: torch.optim.Optimizer) -> None:
+        for group in inner.param_groups:
+            group["fused"] = fused
+
     for part in chained_optimizers(optimizer):
         inner = part.optimizer
         if is_sgd(part):
@@ -155,21 +162,8 @@ def _start_states(optimizer: MegatronOptimizer) -> None:
                     "exp_avg": torch.zeros_like(parameter),
                     "exp_avg_sq": torch.zeros_like(parameter),
                 }
-
-
-def _fuse_adam(optimizer: MegatronOptimizer) -> None:
-    """Let PyTorch's Adam update a weight in one pass on a CPU, also after a load."""
-    fused = get_device().type == "cpu"
-
-    def set_fused(inner: torch.optim.Optimizer) -> None:
-        for group in inner.param_groups:
-            group["fused"] = fused
-
-    for part in chained_optimizers(optimizer):
-        inner = part.optimizer
-        if is_pytorch_adam(inner):
-            set_fused(inner)
-            inner.register_load_state_dict_post_hook(set_fused)
+        set_fused(inner)
+        inner.register_load_state_dict_post_hook(set_fused)
 
 
 def _start_momentum(inner: torch.optim.Optimizer, _config: OptimizerConfig) -> None:
@@ -225,7 +219,6 @@ def build_optimizer(
         config, model_chunks, config_overrides=_parameter_groups(model_chunks, config)
     )
     _start_states(optimizer)
-    _fuse_adam(optimizer)
     return optimizer
 
 

@@ -139,6 +139,7 @@ class MegatronGPTModel(RetiredHooks, ModelPT):
     """
 
     CONFIG_NAME: str | None = None
+    module_class: Any = GPTModel  # of the chunks; roles with a head have another
     loss_reduction: str = "token"
     longest: int | None = None
     to_offload_adam_states = True
@@ -198,7 +199,7 @@ class MegatronGPTModel(RetiredHooks, ModelPT):
         return module
 
     def module_args(self) -> dict[str, Any]:
-        """Constructor arguments of `GPTModel` that come from the configuration."""
+        """Constructor arguments of `module_class` that come from the configuration."""
         cfg = self.cfg
         return dict(
             config=self.transformer_config,
@@ -211,8 +212,8 @@ class MegatronGPTModel(RetiredHooks, ModelPT):
     def module_provider(
         self, pre_process: bool, post_process: bool, vp_stage: int | None = None
     ) -> torch.nn.Module:
-        """The bare Megatron module of one chunk; roles with a head override it."""
-        return GPTModel(
+        """The bare Megatron module of one chunk."""
+        return self.module_class(
             transformer_layer_spec=build_layer_spec(self.transformer_config, vp_stage),
             pre_process=pre_process,
             post_process=post_process,
