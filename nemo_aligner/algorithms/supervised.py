@@ -24,6 +24,7 @@ from nemo_aligner.models.alignable_interface import SupervisedInterface
 from nemo_aligner.training.loggers import named
 from nemo_aligner.training.megatron_steps import naming_step
 from nemo_aligner.training.optim import train_on_batch
+from nemo_aligner.training.passes import TRAIN, in_short, token_metrics
 from nemo_aligner.training.schedule import (
     ScopedTimer,
     compute_limit_batches,
@@ -32,7 +33,6 @@ from nemo_aligner.training.schedule import (
     interval_in_steps,
     supervised_max_steps,
 )
-from nemo_aligner.training.token_counts import TRAIN, in_short, token_metrics
 
 
 class SupervisedTrainer(TrainingLoop):

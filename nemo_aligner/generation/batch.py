@@ -245,11 +245,8 @@ class DecodingBatch:
             uniforms = self.uniforms[:b].gather(1, places).squeeze(1)
         tokens = choose_tokens(
             logits,
-            uniforms=uniforms,
-            temperature=params.temperature,
-            top_k=params.top_k,
-            top_p=params.top_p,
-            repetition_penalty=params.repetition_penalty,
+            params,
+            uniforms,
             seen=None if self.seen is None else self.seen[:b],
             end_token_ids=self.end_token_ids,
             too_short=drawn < params.min_length if params.min_length else None,
@@ -404,12 +401,8 @@ def invert_cdf(logits: Tensor, uniforms: Tensor) -> Tensor:
 
 def choose_tokens(
     logits: Tensor,
-    *,
+    params: GenerationParams,
     uniforms: Tensor | None,
-    temperature: float = 1.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    repetition_penalty: float = 1.0,
     seen: Tensor | None = None,
     end_token_ids: Tensor | None = None,
     too_short: Tensor | None = None,
@@ -424,23 +417,19 @@ def choose_tokens(
         end_token_ids: int64 `[n]`, ids that samples with `too_short` must not take.
         too_short: bool `[b]`, True for responses below their minimum length; None for none.
     """
-    if repetition_penalty != 1.0:
-        if seen is None:
-            raise ValueError("repetition_penalty needs `seen`, the ids that each sample has")
-        logits = apply_repetition_penalty(logits, seen, repetition_penalty)
-    if too_short is not None:
-        if end_token_ids is None:
-            raise ValueError("too_short needs end_token_ids")
+    if seen is not None and params.repetition_penalty != 1.0:
+        logits = apply_repetition_penalty(logits, seen, params.repetition_penalty)
+    if too_short is not None and end_token_ids is not None:
         logits = forbid_tokens(logits, end_token_ids, too_short)
     finite = logits.amax(dim=1).isfinite()  # a NaN among logits is their maximum
     if uniforms is None:
         tokens = logits.argmax(dim=1)
     else:
-        if temperature != 1.0:
-            logits = logits / temperature
-        if top_k > 0:
-            logits = keep_top_k(logits, top_k)
-        if top_p < 1.0:
-            logits = keep_top_p(logits, top_p)
+        if params.temperature != 1.0:
+            logits = logits / params.temperature
+        if params.top_k > 0:
+            logits = keep_top_k(logits, params.top_k)
+        if params.top_p < 1.0:
+            logits = keep_top_p(logits, params.top_p)
         tokens = invert_cdf(logits, uniforms)
     return torch.where(finite, tokens, -1)

@@ -46,7 +46,12 @@ class DecodingModel:
             self._stages.append([_Layer(layer, n, split.tensor) for n, layer in layers])
             self.num_layers += len(chunk.decoder.layers)
         self._rotations = [_Rotation(chunks[0], local) for local in (False, True)]
-        self._output = _output(chunks[-1]) if chunks[-1].post_process else None
+        self._output: _Function | None = None
+        if chunks[-1].post_process:
+            last, layer = chunks[-1], chunks[-1].output_layer
+            shared = last.share_embeddings_and_output_weights
+            weight = last.shared_embedding_or_output_weight() if shared else layer.weight
+            self._output = _product(weight, layer.bias)
         final_norm = chunks[-1].decoder.final_layernorm
         self._final_norm = None if final_norm is None else _norm(final_norm)
 
@@ -248,13 +253,6 @@ def _normalization(
         return F.layer_norm(wide, shape, weight, bias, eps).to(x.dtype)
 
     return normalized
-
-
-def _output(chunk: Any) -> _Function:
-    layer = chunk.output_layer
-    if chunk.share_embeddings_and_output_weights:
-        return _product(chunk.shared_embedding_or_output_weight(), layer.bias)
-    return _product(layer.weight, layer.bias)
 
 
 def _product(weight: Tensor, bias: Tensor | None, group: ProcessGroup | None = None) -> _Function:

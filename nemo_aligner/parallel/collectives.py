@@ -11,7 +11,7 @@ for the tensor. `src` and `dst` are global ranks; `group=None` means all ranks.
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -445,12 +445,8 @@ def check_replicas(modules: list[torch.nn.Module]) -> None:
         for key, differs in zip(named, (lowest != highest).tolist(), strict=True):
             if differs:
                 differing[key] = dist.get_process_group_ranks(group)
-    if largest(len(differing)):
-        _raise(differing, sums)
-
-
-def _raise(differing: dict[_Weight, list[int]], sums: dict[_Weight, int]) -> NoReturn:
-    """Exchange which weights differ; raise the same error on all ranks."""
+    if not largest(len(differing)):
+        return
     # By rank: the ranks that hold each differing weight, and its checksum here.
     found = gathered((differing, {key: sums[key] for key in differing}))
     first_rank, (theirs, _) = next((rank, entry) for rank, entry in enumerate(found) if entry[0])

@@ -162,7 +162,11 @@ def take_products_from_mkl() -> torch.library.Library | None:
     return library
 
 
-class _SwiGLU(torch.autograd.Function):
+class SwiGLU(torch.autograd.Function):
+    """`silu(gate) * up` for the halves gate and up `[..., f]` of `both` `[..., 2f]`; the bits of
+    separate operations.
+    """
+
     @staticmethod
     def forward(ctx: Any, both: Tensor) -> Tensor:
         gate, up = both.chunk(2, dim=-1)
@@ -182,13 +186,6 @@ class _SwiGLU(torch.autograd.Function):
         torch.mul(gradient, activated, out=of_up)
         torch.ops.aten.silu_backward.grad_input(gradient * up, gate, grad_input=of_gate)
         return result
-
-
-def swiglu(both: Tensor) -> Tensor:
-    """`silu(gate) * up` for the halves gate and up `[..., f]` of `both` `[..., 2f]`; the bits of
-    separate operations.
-    """
-    return _SwiGLU.apply(both)
 
 
 class _RMSNorm(torch.autograd.Function):

@@ -19,7 +19,6 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
-from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 
@@ -117,13 +116,6 @@ def decoding_mode(model: list[torch.nn.Module]) -> Iterator[None]:
         set_context(settings)
         for chunk in training:
             chunk.train()
-
-
-def shapes_exchanged(config: TransformerConfig, wanted: bool) -> AbstractContextManager[None]:
-    """If `wanted`, let micro-batches differ in width and number of samples between pipeline
-    stages.
-    """
-    return changed([(config, "variable_seq_lengths", wanted)])
 
 
 def all_weights_named(optimizers: list[MegatronOptimizer]) -> AbstractContextManager[None]:

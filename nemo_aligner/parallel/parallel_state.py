@@ -62,7 +62,8 @@ def initialize(
     keep_freed_memory()
     take_products_from_mkl()
     share_gloo_devices()
-    _join_world(timeout)
+    if not dist.is_initialized():
+        _join_world(timeout)
     sizes = {
         "TP": tensor_model_parallel_size,
         "PP": pipeline_model_parallel_size,
@@ -90,8 +91,6 @@ def initialize(
 
 
 def _join_world(timeout: timedelta) -> None:
-    if torch.distributed.is_initialized():
-        return
     env = os.environ
     address, port = env.get("MASTER_ADDR", ""), int(env.get("MASTER_PORT", 0))
     rank, world_size = int(env.get("RANK", 0)), int(env.get("WORLD_SIZE", 1))

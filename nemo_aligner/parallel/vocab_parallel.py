@@ -289,9 +289,9 @@ class _Scores(torch.autograd.Function):
 
 class VocabShard:
     """The part of its logits [B, W/CP, V/TP] that a rank computes for the first `wanted`
-    positions, in blocks: the first `columns` columns and the real tokens. `first` is the token id of its
-    first column, `width` the number of its real tokens (0 if it holds padding only), `whole_width`
-    W, `dtype` that of the arithmetic. `ValueError`: there are more targets (`given`) than W.
+    positions, in blocks: the first `columns` columns and the real tokens. `first` is the token id
+    of its first column, `width` the number of its real tokens (0 if it holds padding only),
+    `whole_width` W, `dtype` that of the arithmetic. `ValueError`: more targets (`given`) than W.
     """
 
     def __init__(

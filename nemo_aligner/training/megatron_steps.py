@@ -5,7 +5,7 @@
 A batch is a dict of tensors with one entry per sample of this data-parallel rank; `tokens` (int64
 `[B, S]`, right-padded) is required. It is cut into micro-batches. With `lengths`, the tokens of
 each sample that matter, samples of similar length share one, and each is as wide as its longest
-sample (`micro_batches.py`): entries `[B, S]` and `[B, S-1]` have a column for each position and
+sample (`passes.py`): entries `[B, S]` and `[B, S-1]` have a column for each position and
 are cut with the tokens; what belongs to a sample as a whole has one dimension, or more than two.
 
 The model is called as `model(tokens, position_ids, attention_mask=None, ...)`: the mask is causal,
@@ -45,16 +45,16 @@ from nemo_aligner.parallel.collectives import (
     take_share,
 )
 from nemo_aligner.parallel.device import get_device
-from nemo_aligner.parallel.megatron_switches import shapes_exchanged
-from nemo_aligner.training.micro_batches import Plan, plan_of_rank
-from nemo_aligner.training.token_counts import (
+from nemo_aligner.parallel.megatron_switches import changed, take_balance_table
+from nemo_aligner.training.passes import (
     FORWARD,
     TRAIN,
+    Plan,
     attended_pairs,
     count_tokens,
-    forget_balance_losses,
     has_balance_losses,
     pass_flops,
+    plan_of_rank,
     take_balance_losses,
 )
 
@@ -165,7 +165,9 @@ def _run_schedule(
     config = get_model_config(model_chunks[0])
     packed = "packed_position_ids" in batch  # the rows of a micro-batch make one
     shapes = [(part.tokens, 1) if packed else (part.width, len(part.rows)) for part in plan]
+    # Stages of a pipeline must know where micro-batches differ in shape.
     pipeline = parallel_state.get_pipeline_model_parallel_world_size() > 1
+    exchanged = pipeline and len(set(shapes)) > 1
 
     # Each virtual pipeline chunk walks over the micro-batches with an iterator of its own.
     def iterator() -> Iterator[tuple[Batch, int]]:
@@ -183,7 +185,7 @@ def _run_schedule(
 
         return output, loss_function
 
-    with shapes_exchanged(config, pipeline and len(set(shapes)) > 1):
+    with changed([(config, "variable_seq_lengths", exchanged)]):
         results: list[Any] = get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=[iterator() for _ in model_chunks]
@@ -229,7 +231,7 @@ def forward_backward(
     """Forward (and backward) of one global batch; all ranks call it. Returns (metrics, moments),
     summed over micro-batches and data-parallel ranks, equal on every rank: the scalars as numbers,
     the others as float64 tensors on the CPU. With gradients the metrics include the balance losses
-    of experts (`token_counts.py`), which are means.
+    of experts (`passes.py`), which are means.
 
     `UserError`: `micro_batch_size` does not divide B, or virtual pipelining needs another number
     of micro-batches. `NonFiniteError`: the loss or a gradient is NaN or infinite; on every rank,
@@ -275,7 +277,7 @@ def forward_backward(
         return metrics if forward_only else (loss * scale, {})
 
     if balanced:
-        forget_balance_losses()
+        take_balance_table()  # a failed pass, or a direct call of a router, may have filled it
     with torch.set_grad_enabled(not forward_only):
         _run_schedule(model_chunks, batch, plan, consume, model_inputs, forward_only=forward_only)
     metrics, moments = _sum_over_data_parallel(totals)

@@ -19,7 +19,7 @@ from nemo_aligner.core.endings import progress
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.core.interfaces import Logger, PromptSampler
 from nemo_aligner.parallel import parallel_state
-from nemo_aligner.parallel.collectives import all_reduce
+from nemo_aligner.parallel.collectives import all_reduce, on_rank_zero
 from nemo_aligner.parallel.device import get_device
 
 
@@ -318,12 +318,9 @@ class Timer:
 
     def is_finished(self) -> bool:
         """True once the time is over. All ranks call it; rank 0 decides, because clocks differ."""
-        finished = self.elapsed_s() >= self.duration_s
-        if self.duration_s == float("inf") or not torch.distributed.is_initialized():
-            return finished
-        decision = torch.tensor([int(finished)], device=get_device())
-        dist.broadcast(decision, src=0)
-        return bool(decision.item())
+        if self.duration_s == float("inf"):
+            return False
+        return on_rank_zero(lambda: self.elapsed_s() >= self.duration_s)
 
 
 def _seconds(duration: str | timedelta | None) -> float:

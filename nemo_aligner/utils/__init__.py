@@ -58,7 +58,7 @@ DOORS = {
     "utils.dist_ckpt": "checkpoint.dist_ckpt",
     "utils.distributed": "parallel.collectives parallel.vocab_parallel training.schedule",
     "utils.errors": "core.errors",
-    "utils.expert_losses": "training.token_counts",
+    "utils.expert_losses": "training.passes",
     "utils.finite": "training.megatron_steps",
     "utils.kl": "core.kl",
     "utils.loggers": "parallel.environment training.loggers",

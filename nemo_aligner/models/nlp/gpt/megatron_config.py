@@ -32,7 +32,7 @@ from nemo_aligner.config.parallel_rules import UNEVEN, dtype_name
 from nemo_aligner.config.schema import LIVE
 from nemo_aligner.config.values import Values
 from nemo_aligner.core.errors import ConfigError
-from nemo_aligner.training.token_counts import expert_layers
+from nemo_aligner.training.passes import expert_layers
 
 # Of a complete section `model`; `Values.refuse` says how they read.
 _REFUSED = """

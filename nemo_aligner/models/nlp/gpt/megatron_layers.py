@@ -42,7 +42,7 @@ from torch import Tensor
 from nemo_aligner.generation.cache import attention, visible
 from nemo_aligner.models.nlp.gpt.megatron_config import GPTConfig, use_transformer_engine
 from nemo_aligner.parallel.collectives import gather_shares, share_positions
-from nemo_aligner.parallel.device import rms_norm, swiglu
+from nemo_aligner.parallel.device import SwiGLU, rms_norm
 from nemo_aligner.parallel.megatron_switches import parts_of, with_class
 from nemo_aligner.parallel.vocab_parallel import scaled_logits
 
@@ -384,7 +384,7 @@ class SwiGLUMLP(MLP):
         if per_token_scale is not None:  # of an expert
             return super().forward(hidden_states, per_token_scale, **more)
         both, bias = self.linear_fc1(hidden_states)
-        return self.linear_fc2(swiglu(both if bias is None else both + bias))
+        return self.linear_fc2(SwiGLU.apply(both if bias is None else both + bias))
 
 
 class Router(TopKRouter):
