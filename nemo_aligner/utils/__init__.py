@@ -29,6 +29,7 @@ DOORS = {
     ),
     "models.nlp.gpt.megatron_gpt_reinforce_actor": "models.nlp.gpt.megatron_gpt_policy",
     "models.nlp.gpt.megatron_gpt_rs_actor": "models.nlp.gpt.megatron_gpt_policy",
+    "models.nlp.gpt.megatron_gpt_spin_model": "models.nlp.gpt.megatron_gpt_dpo_model",
     "models.nlp.gpt.reward_critic_clients": (
         "get_future_result=servers.futures:result_of_future servers.critic_client "
         "servers.scoring_clients"
