@@ -145,7 +145,7 @@ def computed_tokens(function: Callable[[], object]) -> int:
     passes.forget_token_counts()
     function()
     names = {passes.FORWARD: "x", passes.TRAIN: "y"}
-    counts = passes.take_token_counts(names)
+    counts = passes.token_metrics(names, {})
     return int(sum(value for key, value in counts.items() if key.endswith("_computed")))
 
 

@@ -205,14 +205,7 @@ def broadcast_from_last_stage(value: Any) -> Any:
     """Return the `value` (any object) of the last pipeline stage on every stage."""
     if parallel_state.get_pipeline_model_parallel_world_size() == 1:
         return value
-    box = [value]
-    torch.distributed.broadcast_object_list(
-        box,
-        src=parallel_state.get_pipeline_model_parallel_last_rank(),
-        group=parallel_state.get_pipeline_model_parallel_group(),
-        device=get_device(),
-    )
-    return box[0]
+    return gathered(value, parallel_state.get_pipeline_model_parallel_group())[-1]
 
 
 def forward_backward(

@@ -219,16 +219,19 @@ def forget_token_counts() -> None:
         _counts[phase] = [0, 0, 0, 0]
 
 
-def take_token_counts(
-    names: Mapping[str, str], seconds: Mapping[str, float]
-) -> tuple[dict[str, float], dict[str, float]]:
+def token_metrics(
+    names: Mapping[str, str],
+    seconds: Mapping[str, float],
+    speeds: Mapping[str, float] = MappingProxyType({}),
+) -> dict[str, float]:
     """Counts since the last call, as metrics, over all data-parallel ranks; all ranks call it with
     the `names` of the phases, and the `seconds` that those took, by name.
 
-    Of each phase that computed something: `<name>_computed`, tokens, and `<name>_real_fraction`,
-    equal on every rank; and, if it has seconds, its speed per rank of the job, by this rank's:
-    `<name>_tokens_per_s` (no padding), `<name>_samples_per_s`, `<name>_tflops` and, on a known
-    GPU, `<name>_mfu`.
+    Of each phase that computed something, in the family `tokens/`: `<name>_computed`, tokens, and
+    `<name>_real_fraction`, equal on every rank; and, if it has seconds, in `speed/`, after other
+    `speeds`, its speed per rank of the job, by this rank's: `<name>_tokens_per_s` (no padding),
+    `<name>_samples_per_s`, `<name>_tflops` and, on a known GPU, `<name>_mfu`. On a GPU also the
+    largest `memory_peak_gb` since the last call.
     """
     counts = torch.tensor([_counts[phase] for phase in names], dtype=torch.float64)
     forget_token_counts()
@@ -236,7 +239,7 @@ def take_token_counts(
     if parallel_state.get_data_parallel_world_size() > 1:
         torch.distributed.all_reduce(counts, group=parallel_state.get_data_parallel_group())
     peak = peak_of_this_card()
-    tokens, speeds = {}, {}
+    tokens, speeds = {}, {**speeds}
     found = zip(names.values(), counts.tolist(), strict=True)
     for name, (samples, real, computed, flops) in found:
         if not computed:
@@ -250,22 +253,9 @@ def take_token_counts(
             speeds[f"{name}_tflops"] = flops / rank_seconds / 1e12
             if peak is not None:
                 speeds[f"{name}_mfu"] = speeds[f"{name}_tflops"] / peak
-    return tokens, speeds
-
-
-def token_metrics(
-    names: Mapping[str, str],
-    seconds: Mapping[str, float],
-    speeds: Mapping[str, float] = MappingProxyType({}),
-) -> dict[str, float]:
-    """`take_token_counts` as the families `tokens/` and `speed/`, the latter with other `speeds`
-    and on a GPU the largest `memory_peak_gb` since the last call; all ranks call it.
-    """
-    tokens, counted = take_token_counts(names, seconds)
-    speeds = {**speeds, **counted}
     if torch.cuda.is_available():
-        peak = {"memory_peak_gb": torch.cuda.max_memory_allocated() / 1e9}
-        speeds |= all_reduce_dict(peak, op=torch.distributed.ReduceOp.MAX)
+        memory = {"memory_peak_gb": torch.cuda.max_memory_allocated() / 1e9}
+        speeds |= all_reduce_dict(memory, op=torch.distributed.ReduceOp.MAX)
         torch.cuda.reset_peak_memory_stats()
     return named("tokens/", tokens) | named("speed/", speeds)
 

@@ -54,11 +54,12 @@ def test_speeds_are_of_what_is_no_padding(monkeypatch):
         passes.count_tokens(passes.TRAIN, 4, 300, 400, 6 * 10**12)
     monkeypatch.setattr(passes, "peak_of_this_card", lambda: 989.4)
     names = {passes.FORWARD: "logprobs", passes.TRAIN: "train"}
-    tokens, speeds = passes.take_token_counts(names, {"train": 2.0, "logprobs": 0.0})
-    assert tokens == {"train_computed": 800, "train_real_fraction": 0.75}
+    found = passes.token_metrics(names, {"train": 2.0, "logprobs": 0.0})
+    tokens = {"tokens/train_computed": 800, "tokens/train_real_fraction": 0.75}
     wanted = {"tokens_per_s": 300, "samples_per_s": 4, "tflops": 6, "mfu": 6 / 989.4}
-    assert speeds == pytest.approx({f"train_{name}": speed for name, speed in wanted.items()})
-    assert passes.take_token_counts(names, {}) == ({}, {})
+    speeds = {f"speed/train_{name}": speed for name, speed in wanted.items()}
+    assert found == pytest.approx(tokens | speeds)
+    assert passes.token_metrics(names, {}) == {}
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,8 @@ CASES = [(*role, SIZES[(n + k) % 2]) for k in range(2) for n, role in enumerate(
 
 def counted(phase):
     """Metrics of the tokens that were computed since the last call."""
-    return passes.take_token_counts({phase: phase}, {})[0]
+    found = passes.token_metrics({phase: phase}, {})
+    return {name.removeprefix("tokens/"): number for name, number in found.items()}
 
 
 def numbers_of(model, role, reduction, masked_value, size=2):

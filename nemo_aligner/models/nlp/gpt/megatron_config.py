@@ -157,19 +157,6 @@ class YarnTransformerConfig(GPTConfig):
 YARN_KEYS = [name for name in YarnTransformerConfig.__annotations__ if name.startswith("yarn_")]
 
 
-def position_arguments(cfg: DictConfig) -> dict[str, Any]:
-    """Arguments of `GPTModel` for its kind of positions."""
-    return dict(
-        max_sequence_length=cfg.max_position_embeddings,
-        position_embedding_type=cfg.position_embedding_type,
-        rotary_percent=cfg.rotary_percentage,
-        rotary_base=cfg.rotary_base,
-        seq_len_interpolation_factor=cfg.seq_len_interpolation_factor,
-        rope_scaling=cfg.scale_positional_embedding,
-        rope_scaling_factor=cfg.scale_factor,
-    )
-
-
 def _expert_settings(cfg: DictConfig) -> dict[str, Any]:
     """No token is ever dropped, and the router computes in float32: a policy and its reference,
     two ranks, training and decoding must choose the same experts.

@@ -36,7 +36,6 @@ from nemo_aligner.core.losses import loss_count, loss_weights
 from nemo_aligner.core.tensors import counted_lengths
 from nemo_aligner.models.nlp.gpt.megatron_config import (
     build_transformer_config,
-    position_arguments,
     torch_dtype,
 )
 from nemo_aligner.models.nlp.gpt.megatron_layers import (
@@ -206,7 +205,13 @@ class MegatronGPTModel(RetiredHooks, ModelPT):
             vocab_size=self.padded_vocab_size,
             parallel_output=True,
             share_embeddings_and_output_weights=cfg.share_embeddings_and_output_weights,
-            **position_arguments(cfg),
+            max_sequence_length=cfg.max_position_embeddings,
+            position_embedding_type=cfg.position_embedding_type,
+            rotary_percent=cfg.rotary_percentage,
+            rotary_base=cfg.rotary_base,
+            seq_len_interpolation_factor=cfg.seq_len_interpolation_factor,
+            rope_scaling=cfg.scale_positional_embedding,
+            rope_scaling_factor=cfg.scale_factor,
         )
 
     def module_provider(
