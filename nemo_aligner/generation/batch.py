@@ -234,9 +234,7 @@ class DecodingBatch:
         return min(max(left), self.look_every)
 
     def choose(self, logits: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The next tokens `[b]` from `logits` `[b, V]`, and their log-probs `[b]`, if asked
-        for.
-        """
+        """The next tokens `[b]` from `logits` `[b, V]`, and their log-probs if asked for."""
         params, b = self.params, len(logits)
         drawn, uniforms = self.drawn[:b], None
         if self.uniforms is not None:
@@ -387,9 +385,7 @@ def keep_top_p(logits: Tensor, top_p: float) -> Tensor:
 
 
 def invert_cdf(logits: Tensor, uniforms: Tensor) -> Tensor:
-    """Ids int64 `[b]` where the cumulative probability passes `uniforms`, float64 `[b]` in [0,
-    1).
-    """
+    """Ids int64 `[b]` where cumulative probability passes float64 `uniforms` `[b]` in [0, 1)."""
     cumulative = logits.softmax(dim=1).cumsum(dim=1, dtype=torch.float64)
     total = cumulative[:, -1:]
     # Below the total even after rounding: an id of probability zero is never reached.

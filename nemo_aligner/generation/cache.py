@@ -62,9 +62,7 @@ class KeyValueCache:
 
 
 class DecodingPass:
-    """One token for each of the first b slots, at `positions` int64 `[b]`; the cache has `width`
-    places.
-    """
+    """One token for each of the first b slots, at `positions` int64 `[b]`, of `width` places."""
 
     def __init__(self, cache: KeyValueCache, positions: Tensor, width: int) -> None:
         self.cache = cache

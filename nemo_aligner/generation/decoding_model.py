@@ -56,9 +56,7 @@ class DecodingModel:
         self._final_norm = None if final_norm is None else _norm(final_norm)
 
     def forward(self, tokens: Tensor, which: Pass) -> Tensor | None:
-        """`[s, b, h]` for `tokens` int64 `[b, s]` on the last stage, else None; all stages call
-        it.
-        """
+        """`[s, b, h]` for int64 `tokens` `[b, s]`; None but on the last stage; all call it."""
         rotate = [each.at(which.positions, which.cache.width) for each in self._rotations]
         samples, width = tokens.shape
         group = self.split.pipeline

@@ -29,9 +29,7 @@ from nemo_aligner.core.tokenizer import (
 
 @dataclass(frozen=True)
 class GenerationParams:
-    """How to generate; `ConfigError`: a value that its key (`config/keys/rollouts.py`) cannot
-    have.
-    """
+    """How to generate; `ConfigError`: a value that `config/keys/rollouts.py` does not allow."""
 
     max_length: int  # tokens to generate at most, the end token included
     min_length: int = 0  # tokens to generate before an end may follow

@@ -315,9 +315,7 @@ def width_multiple() -> int:
 
 
 def take_share(x: Tensor, dim: int) -> Tensor:
-    """This rank's part `[.., S/CP, ..]` of `x` along `dim`; `ValueError`: S is no multiple of
-    2*CP.
-    """
+    """This rank's part `[.., S/CP, ..]` of `x` along `dim`, which 2*CP divides (`ValueError`)."""
     size = parallel_state.get_context_parallel_world_size()
     if size == 1:
         return x

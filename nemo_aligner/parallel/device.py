@@ -163,9 +163,7 @@ def take_products_from_mkl() -> torch.library.Library | None:
 
 
 class SwiGLU(torch.autograd.Function):
-    """`silu(gate) * up` for the halves gate and up `[..., f]` of `both` `[..., 2f]`; the bits of
-    separate operations.
-    """
+    """`silu(gate) * up` for the halves `[..., f]` of `both` `[..., 2f]`; no bit differs."""
 
     @staticmethod
     def forward(ctx: Any, both: Tensor) -> Tensor:

@@ -153,9 +153,7 @@ def places_without_padding(optimizers: list[MegatronOptimizer]) -> AbstractConte
 
 
 def groups_in_order(optimizers: list[MegatronOptimizer]) -> AbstractContextManager[None]:
-    """Load parameter groups in the order given: Megatron Core matches by settings, which groups
-    may share.
-    """
+    """Load parameter groups in the order given: several share what Megatron Core matches by."""
     return changed(
         (part, "_filter_and_reorder_param_groups", lambda _own, given: given)
         for part in optimizers

@@ -243,9 +243,7 @@ _LOOPBACK = ("127.0.0.1", "localhost")
 def join_on_loopback(
     backend: str, rank: int, world_size: int, address: str, port: int, timeout: timedelta
 ) -> bool:
-    """Initialise `torch.distributed` if all ranks (which call it) are on this machine; else
-    False.
-    """
+    """Initialise `torch.distributed` if all ranks, which call it, are here; whether it did."""
     # torchrun has opened the store already.
     has_agent_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if world_size > 1 and (address not in _LOOPBACK or has_agent_store):

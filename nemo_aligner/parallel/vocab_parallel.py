@@ -161,9 +161,7 @@ def _scores(
     vocab_size: int | None,
     overwrite_logits: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probs of `candidates` [B, S, C] in the first `wanted` columns, and the entropy or
-    None.
-    """
+    """Log-probs of `candidates` [B, S, C] in the first `wanted` columns; the entropy or None."""
     if overwrite_logits and logits.requires_grad and logits.is_leaf:
         raise ValueError(
             "overwrite_logits=True on a leaf of the graph would make its values and its gradient "

@@ -193,9 +193,7 @@ def _parameter_groups(
 def build_optimizer(
     model_chunks: Sequence[DistributedDataParallel], optim_cfg: DictConfig, dtype: torch.dtype
 ) -> MegatronOptimizer:
-    """Of chunks of `wrap_with_ddp`, with weights of `dtype`; all ranks call it; errors as
-    there.
-    """
+    """Of chunks of `wrap_with_ddp`, with weights of `dtype`; all ranks call it; its errors."""
     check_optim(optim_cfg)
     kind = OPTIMIZERS[optim_cfg.name]
     config = _with_given_fields(

@@ -395,9 +395,7 @@ class NLPAdapterModelMixin(MegatronGPTModel):
 
     @contextmanager
     def adapters_merged(self) -> Iterator[None]:
-        """Inside, weights hold the adapters (faster for short passes; a copy); then their former
-        bits.
-        """
+        """Inside, copies of the weights hold the adapters; then they have their former bits."""
         with ExitStack() as stack:
             for linear, adapter in self._adapters:
                 adapter.merge(linear)

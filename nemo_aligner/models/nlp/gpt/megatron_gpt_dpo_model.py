@@ -289,9 +289,7 @@ class MegatronGPTSPINModel(MovingReferenceMixin, DirectPreferenceMixin, Megatron
     def get_loss_and_metrics_vanilla_sft(
         self, batch: SFTBatch, forward_only: bool
     ) -> tuple[float, dict[str, float]]:
-        """Negative log-likelihood per token of the responses: needs no generation. All ranks call
-        it.
-        """
+        """Negative log-likelihood per token of responses, none generated; all ranks call it."""
         return self.compute_sft_loss(
             batch, forward_only, "token", self.validation_micro_batch_size
         )

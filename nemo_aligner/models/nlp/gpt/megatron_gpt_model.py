@@ -31,6 +31,7 @@ from nemo_aligner.checkpoint.torch_dist_stream import TorchDistTensors
 from nemo_aligner.config.defaults import complete_model
 from nemo_aligner.config.inert_keys import check_model_keys
 from nemo_aligner.config.parallel_rules import check_pipeline_stages, count_vocab_rows
+from nemo_aligner.config.values import entries
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.core.losses import loss_count, loss_weights
 from nemo_aligner.core.tensors import counted_lengths
@@ -58,25 +59,20 @@ from nemo_aligner.training.optim import (
     wrap_with_ddp,
 )
 
-_OF_LOSSES = """
-    get_forward_output_and_loss_func get_actor_forward_output_and_loss_func loss_func bt_loss_func
-    reg_loss_func split_output_tensor
-""".split()
-_OF_OUTPUTS = "get_forward_output_only_func get_logprob_output_only_func forward_step".split()
 _STEPS = "nemo_aligner.training.megatron_steps."
 # method -> what replaces it
 RETIRED_HOOKS = {
-    **dict.fromkeys(
-        _OF_LOSSES,
-        "override get_loss_and_metrics(batch, forward_only), which passes a loss function of "
-        f"plain tensors to {_STEPS}forward_backward",
-    ),
-    **dict.fromkeys(
-        _OF_OUTPUTS, f"use {_STEPS}forward_collect with an output function of plain tensors"
-    ),
-    "model_provider_func": (
-        "override module_provider(pre_process, post_process, vp_stage), which builds the module"
-    ),
+    name: instead
+    for names, instead in entries(f"""
+get_forward_output_and_loss_func get_actor_forward_output_and_loss_func loss_func bt_loss_func
+    reg_loss_func split_output_tensor | override get_loss_and_metrics(batch, forward_only), which
+    passes a loss function of plain tensors to {_STEPS}forward_backward
+get_forward_output_only_func get_logprob_output_only_func forward_step | use
+    {_STEPS}forward_collect with an output function of plain tensors
+model_provider_func | override module_provider(pre_process, post_process, vp_stage), which builds
+    the module
+""")
+    for name in names.split()
 }
 
 
@@ -259,9 +255,7 @@ class MegatronGPTModel(RetiredHooks, ModelPT):
     def setup_megatron_optimization(
         self, max_steps: int
     ) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
-        """Wrap the chunks, build optimizer and schedule over the job's `max_steps`; all ranks call
-        it, once.
-        """
+        """Wrap chunks, build optimizer and schedule over `max_steps`; all ranks call it, once."""
         self.model = wrap_with_ddp(self.model, self.cfg.optim)
         for chunk in self.model:
             chunk.broadcast_params()  # replicas start equal, whatever they were loaded from

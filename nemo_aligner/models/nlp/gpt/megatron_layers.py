@@ -137,9 +137,7 @@ class AllHeadsRMSNorm(torch.nn.Module):
 
 
 class NormOfAttention(torch.nn.Module):
-    """In the place of the norm before an MLP that stands beside the attention: gives what the norm
-    before that gave.
-    """
+    """In place of the norm of an MLP beside the attention: gives what the norm before gave."""
 
     normed: Tensor | None = None
 
@@ -173,9 +171,7 @@ class TwoRotations(torch.nn.Module):
 
 
 def change_layer(layer: ModuleSpec, config: GPTConfig, capped_attention: type) -> None:
-    """Change the specification of a layer, Transformer Engine's or a local one; the former has no
-    `capped_attention`.
-    """
+    """Change the specification of a layer; Transformer Engine's has no `capped_attention`."""
     submodules: Any = layer.submodules
     attention = submodules.self_attention.submodules
     if config.qk_layernorm_all_heads:
@@ -431,9 +427,7 @@ class Experts(SequentialMLP):
 
 
 def compute_swiglu_at_once(model: Any) -> None:
-    """Use `SwiGLUMLP`s in a built model: Megatron Core warns of a specification that names
-    another.
-    """
+    """Use `SwiGLUMLP`s in a built model: a specification that names them would give a warning."""
     config = model.config
     if config.gated_linear_unit and config.activation_func is F.silu:
         for module in model.modules():
