@@ -446,10 +446,9 @@ def _weights_with_wrong_gradients(model_chunks: Sequence[torch.nn.Module]) -> li
 def _where_loss_is_wrong(
     shares: Sequence[torch.Tensor], rows: Sequence[Sequence[int]]
 ) -> str | None:
-    for number, share in enumerate(shares):
+    for share, samples in zip(shares, rows):
         if not share.isfinite():
-            rank, samples = parallel_state.get_data_parallel_rank(), sorted(rows[number])
-            named = ", ".join(map(str, samples))
-            kind = "sample" if len(samples) == 1 else "samples"
+            kind, named = "sample" + "s" * (len(samples) > 1), ", ".join(map(str, sorted(samples)))
+            rank = parallel_state.get_data_parallel_rank()
             return f"first in {kind} {named} of the share of data-parallel rank {rank}"
     return None

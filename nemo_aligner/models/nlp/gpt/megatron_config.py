@@ -233,7 +233,7 @@ def use_transformer_engine() -> bool:
 SAME_NAMES = """
     num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups add_qkv_bias
     hidden_dropout attention_dropout rotary_interleaved init_method_std layernorm_epsilon
-    qk_layernorm
+    qk_layernorm tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size
 """.split()
 SAME_EXPERT_NAMES = """
     num_moe_experts expert_model_parallel_size moe_router_topk moe_ffn_hidden_size
@@ -346,17 +346,13 @@ def _window(cfg: DictConfig) -> tuple[int, int] | None:
 
 
 def _parallel_settings(cfg: DictConfig) -> dict[str, Any]:
-    tp, virtual = cfg.tensor_model_parallel_size, cfg.virtual_pipeline_model_parallel_size
+    virtual = cfg.virtual_pipeline_model_parallel_size
     if virtual == 1:  # Megatron Core would demand two pipeline stages for it
         virtual = None
-    uneven = {key: cfg[key] for key in UNEVEN} if cfg.pipeline_model_parallel_size > 1 else {}
     return {
-        "tensor_model_parallel_size": tp,
-        "pipeline_model_parallel_size": cfg.pipeline_model_parallel_size,
-        **uneven,
+        **{key: cfg[key] for key in UNEVEN if cfg.pipeline_model_parallel_size > 1},
         "virtual_pipeline_model_parallel_size": virtual,
-        "context_parallel_size": cfg.context_parallel_size,
-        "sequence_parallel": bool(cfg.sequence_parallel) and tp > 1,
+        "sequence_parallel": bool(cfg.sequence_parallel) and cfg.tensor_model_parallel_size > 1,
         # Virtual stages with PP=2 get wrong gradients from batched p2p communication.
         "overlap_p2p_comm": virtual is not None,
         "batch_p2p_comm": virtual is None,
