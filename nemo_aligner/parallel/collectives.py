@@ -378,7 +378,6 @@ class _GatherShares(torch.autograd.Function):
 
 # Elements widened to int64 at a time: a CPU's cache holds them; a GPU's kernel needs more.
 CPU_PIECE, DEVICE_PIECE = 2**16, 2**22
-_Weight = tuple[int, str]  # model chunk of this rank, name in it
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -417,8 +416,8 @@ def check_replicas(modules: list[torch.nn.Module]) -> None:
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
-    sums: dict[_Weight, int] = {}
-    differing: dict[_Weight, list[int]] = {}
+    # Model chunk of this rank, name in it, checksum by rank.
+    differing: list[tuple[int, str, dict[int, int]]] = []
     # Megatron marks the weights of experts, which have data-parallel ranks of their own.
     groups = {
         True: parallel_state.get_data_parallel_group(with_context_parallel=True),
@@ -435,27 +434,23 @@ def check_replicas(modules: list[torch.nn.Module]) -> None:
         }
         if not named:  # on all ranks of the group alike
             continue
-        mine = torch.stack(list(named.values()))
-        lowest, highest = mine.clone(), mine.clone()
-        dist.all_reduce(lowest, op=dist.ReduceOp.MIN, group=group)
-        dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
-        sums |= dict(zip(named, mine.tolist(), strict=True))
-        for key, differs in zip(named, (lowest != highest).tolist(), strict=True):
+        sums = rebalance_nd_tensor(torch.stack(list(named.values())).unsqueeze(0), group)
+        ranks = dist.get_process_group_ranks(group)
+        for weight, differs in enumerate((sums != sums[0]).any(0).tolist()):
             if differs:
-                differing[key] = dist.get_process_group_ranks(group)
+                by_rank = dict(zip(ranks, sums[:, weight].tolist(), strict=True))
+                differing.append((*list(named)[weight], by_rank))
     if not largest(len(differing)):
         return
-    # By rank: the ranks that hold each differing weight, and its checksum here.
-    found = gathered((differing, {key: sums[key] for key in differing}))
-    first_rank, (theirs, _) = next((rank, entry) for rank, entry in enumerate(found) if entry[0])
-    (chunk, name), ranks = next(iter(theirs.items()))
+    found = gathered(differing)
+    first_rank, (chunk, name, by_rank) = next((n, each[0]) for n, each in enumerate(found) if each)
     holders: dict[int, list[int]] = {}
-    for rank in ranks:
-        holders.setdefault(found[rank][1][chunk, name], []).append(rank)
+    for rank, value in by_rank.items():
+        holders.setdefault(value, []).append(rank)
     by_content = " | ".join(", ".join(map(str, same)) for same in holders.values())
     raise ReplicaError(
         f"{name} (model chunk {chunk} of rank {first_rank}) differs between its replicas: ranks "
-        f"with equal bits are {by_content}; {max(len(entry[0]) for entry in found)} weight(s) "
+        f"with equal bits are {by_content}; {max(map(len, found))} weight(s) "
         "differ in all. A rank missed an update, a broadcast or a checkpoint's weights, or its "
         "memory or device is faulty. Resume from an earlier checkpoint (the check runs every "
         "alarms.replica_check_interval steps); replace that machine if it happens again."
