@@ -109,7 +109,6 @@ class LoRA(torch.nn.Module):
         self.by_rows = target in SPLIT_BY_ROWS
         self.gated = target == GATED and bool(config.gated_linear_unit)
         self.enabled, self.merged = True, False
-        self._whole_weight: Tensor | None = None
         rows, columns = linear.weight.shape
         blocks = blocks_of_rows(target, rows, config)
         if settings.variant == "nemo":
@@ -186,17 +185,16 @@ class LoRA(torch.nn.Module):
         """What merging adds to this rank's part of the weight, float32 `[rows, columns]`."""
         return delta(self.a, self.wide_b(), self.scale)
 
-    @torch.no_grad()
-    def merge(self, linear: Any) -> None:
-        """Put `delta` into the weight of `linear` until `unmerge`; needs memory for a copy."""
-        self._whole_weight = linear.weight.data
-        linear.weight.data = (linear.weight.float() + self.delta()).to(linear.weight.dtype)
+    @contextmanager
+    def merged_into(self, linear: Any) -> Iterator[None]:
+        """Inside, the weight of `linear` is a copy with `delta`; then its very tensor again."""
+        whole = linear.weight.data
+        linear.weight.data = (whole.float() + self.delta()).to(whole.dtype)
         self.merged = True
-
-    def unmerge(self, linear: Any) -> None:
-        """Give `linear` the very tensor back that it had before `merge`."""
-        assert self._whole_weight is not None
-        linear.weight.data, self._whole_weight, self.merged = self._whole_weight, None, False
+        try:
+            yield
+        finally:
+            linear.weight.data, self.merged = whole, False
 
     def sharded(self, prefix: str) -> dict[str, Any]:
         """Entries of a sharded state dict; the linear layer's names begin with `prefix`."""
@@ -365,7 +363,11 @@ class NLPAdapterModelMixin(MegatronGPTModel):
             }
         if start is not None:
             self.load_adapters(start)
-        self._log_sizes(start)
+        weights = [parameter for module in self.unwrapped() for parameter in module.parameters()]
+        trained = sum(weight.numel() for weight in weights if weight.requires_grad)
+        number = sum(weight.numel() for weight in weights)
+        begin = "" if start is None else f"; they start from {start}"
+        logging.info(f"LoRA: {trained:,} of {number:,} weights on this rank are trained{begin}")
 
     def _is_trained(self, name: str) -> bool:
         return adapters.is_adapter(name) or name.startswith(self.fresh_weights())
@@ -382,13 +384,6 @@ class NLPAdapterModelMixin(MegatronGPTModel):
                 if module.pre_process:
                     module.embedding.register_forward_hook(require)
 
-    def _log_sizes(self, start: Source | None) -> None:
-        weights = [parameter for module in self.unwrapped() for parameter in module.parameters()]
-        trained = sum(weight.numel() for weight in weights if weight.requires_grad)
-        number = sum(weight.numel() for weight in weights)
-        begin = "" if start is None else f"; they start from {start}"
-        logging.info(f"LoRA: {trained:,} of {number:,} weights on this rank are trained{begin}")
-
     def adapters_disabled(self) -> AbstractContextManager[None]:
         """Inside, the model computes as its base; without adapters nothing changes."""
         return changed((adapter, "enabled", False) for _linear, adapter in self._adapters)
@@ -398,8 +393,7 @@ class NLPAdapterModelMixin(MegatronGPTModel):
         """Inside, copies of the weights hold the adapters; then they have their former bits."""
         with ExitStack() as stack:
             for linear, adapter in self._adapters:
-                adapter.merge(linear)
-                stack.callback(adapter.unmerge, linear)
+                stack.enter_context(adapter.merged_into(linear))
             yield
 
     def adapters_for_generation(self) -> AbstractContextManager[None]:
