@@ -431,7 +431,7 @@ class NLPAdapterModelMixin(MegatronGPTModel):
         adapters.check_base(base, self._base.checksum, str(path), self._base.path or "this model")
         with checkpoint.own_tensors(self.cfg) as source:
             # Of adapters of a language model the head stays new.
-            self.load_stored(checkpoint.path, source, missing_ok=self.fresh_weights())
+            self.load_stored(checkpoint, source, missing_ok=self.fresh_weights())
 
     def check_checkpoint(self, folder: Path) -> None:
         """Raise `UserError` unless a checkpoint has adapters of this form and base, or none."""

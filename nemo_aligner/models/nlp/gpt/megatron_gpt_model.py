@@ -501,12 +501,12 @@ class MegatronGPTModel(RetiredHooks, ModelPT):
         """
         checkpoint = open_source(restore_path)
         with checkpoint.tensors() as source:
-            self.load_stored(checkpoint.path, source, strict, missing_ok, skip)
+            self.load_stored(checkpoint, source, strict, missing_ok, skip)
         self.restore_path = checkpoint.path
 
     def load_stored(
         self,
-        path: Path,
+        path: PathLike[str],
         source: TensorSource,
         strict: bool = True,
         missing_ok: tuple[str, ...] = (),
@@ -535,7 +535,7 @@ class MegatronGPTModel(RetiredHooks, ModelPT):
         self.load_sharded_weights(loaded, strict=strict and not missing_ok)
 
     @staticmethod
-    def _check_shape(path: Path, tensor: Any, shape: tuple[int, ...]) -> None:
+    def _check_shape(path: PathLike[str], tensor: Any, shape: tuple[int, ...]) -> None:
         # Embedding tables may differ in their padding rows, which depend on the split.
         if not tensor.allow_shape_mismatch and shape != tuple(tensor.global_shape):
             raise UserError(
