@@ -74,7 +74,7 @@ DOORS = {
     "utils.ports": "servers.ports",
     "utils.ppo_rules": "config.jobs.actors core.estimators",
     "utils.ppo_utils": "core.advantages core.kl core.losses core.tensors",
-    "utils.replicas": "parallel.collectives",
+    "utils.replicas": "checksum=parallel.collectives:checksum_of_shard parallel.collectives",
     "utils.resume_pair": "checkpoint.folders",
     "utils.reward_models": "config.server_rules",
     "utils.server_utils": (
