@@ -5,6 +5,7 @@
 import dataclasses
 import functools
 import importlib.util
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,6 @@ from megatron.core.utils import init_method_normal
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
-from nemo_aligner.config.fields import fields_of
 from nemo_aligner.config.inert_keys import (
     INERT_ARCHITECTURE,
     ONLY,
@@ -26,7 +26,6 @@ from nemo_aligner.config.inert_keys import (
     known_model_keys,
     to_plain,
 )
-from nemo_aligner.config.keys.model import Model
 from nemo_aligner.config.megatron_fields import MODEL_REFUSED, core_errors, passed_fields
 from nemo_aligner.config.parallel_rules import UNEVEN, dtype_name
 from nemo_aligner.config.schema import LIVE
@@ -91,7 +90,8 @@ model.moe_aux_loss_coeff & model.moe_router_load_balancing_type=none & model.num
 
 def _check(cfg: DictConfig) -> None:
     """Raise `ConfigError` for what Megatron Core cannot compute, or not alike at every split."""
-    section = {name: to_plain(cfg[name]) for name in fields_of(Model) if name in cfg}
+    read = {"rotary_base", "query_pre_attn_scalar", *re.findall(r"model\.(\w+)", _REFUSED)}
+    section = {name: to_plain(cfg[name]) for name in read if name in cfg}
     section |= {name: str(cfg[name]).lower() for name in ("activation", "normalization")}
     values = Values({"model": section})
     values.choice("model.activation", tuple(ACTIVATIONS))
