@@ -24,7 +24,7 @@ import measure
 import torch
 from torch import Tensor
 
-from nemo_aligner.parallel.cpu_operations import packed_linear
+from nemo_aligner.parallel.device import packed_linear
 
 PRECISIONS = {"32": torch.float32, "bf16": torch.bfloat16}
 

@@ -276,7 +276,7 @@ def precisions() -> list[str]:
     """
     import torch
 
-    from nemo_aligner.parallel.cpu_operations import onednn_packs
+    from nemo_aligner.parallel.device import onednn_packs
 
     return ["32", "bf16"] if onednn_packs(torch.bfloat16) else ["32"]
 

@@ -140,12 +140,12 @@ class Models:
 
 def computed_tokens(function: Callable[[], object]) -> int:
     """Tokens that the passes of `function` compute."""
-    from nemo_aligner.training import token_counts
+    from nemo_aligner.training import passes
 
-    token_counts.forget_token_counts()
+    passes.forget_token_counts()
     function()
-    names = {token_counts.FORWARD: "x", token_counts.TRAIN: "y"}
-    counts = token_counts.take_token_counts(names)
+    names = {passes.FORWARD: "x", passes.TRAIN: "y"}
+    counts = passes.token_metrics(names, {})
     return int(sum(value for key, value in counts.items() if key.endswith("_computed")))
 
 

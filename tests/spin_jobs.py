@@ -7,7 +7,7 @@ from omegaconf import OmegaConf
 from nemo_aligner.algorithms.spin import SPINTrainer, spin_custom_collate
 from nemo_aligner.data.nlp.builders import build_sft_dataset
 from nemo_aligner.launch.model_loading import load_from_nemo
-from nemo_aligner.models.nlp.gpt.megatron_gpt_spin_model import MegatronGPTSPINModel
+from nemo_aligner.models.nlp.gpt.megatron_gpt_dpo_model import MegatronGPTSPINModel
 from tests import preference_jobs
 from tests.tiny_models import tiny_config
 

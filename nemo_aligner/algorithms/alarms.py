@@ -3,8 +3,8 @@
 """Alarms: at run time they notice failures that training would otherwise hide.
 
 Some end the run, on all ranks together: a policy that is not its reference at step 0, rewards,
-losses and gradients that are not finite (`training/finite.py`), replicas that drift apart
-(`parallel/replicas.py`). The others warn, once until it has ended, that a metric is past its
+losses and gradients that are not finite (`training/megatron_steps.py`), replicas that drift apart
+(`parallel/collectives.py`). The others warn, once until it has ended, that a metric is past its
 threshold in the section `alarms` (docs/troubleshooting.md).
 
 Shapes: B samples of a rollout on this rank, S padded length, `[B, S-1]` per transition, aligned as
@@ -32,9 +32,12 @@ from nemo_aligner.core.types import (
 )
 from nemo_aligner.models.alignable_interface import SupervisedInterface
 from nemo_aligner.parallel import parallel_state
-from nemo_aligner.parallel.collectives import all_reduce_dict, masked_global_mean_var
-from nemo_aligner.parallel.replicas import check_replicas
-from nemo_aligner.training.timers import ScopedTimer
+from nemo_aligner.parallel.collectives import (
+    all_reduce_dict,
+    check_replicas,
+    masked_global_mean_var,
+)
+from nemo_aligner.training.schedule import ScopedTimer
 
 AFTER_WARMUP = 20  # first step that counts for what begins at chance
 PROMPT_CHARACTERS = 80  # of a prompt that an error quotes

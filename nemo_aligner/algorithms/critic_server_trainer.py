@@ -56,11 +56,11 @@ from nemo_aligner.servers.server_loop import (
     ServerStoppingError,
 )
 from nemo_aligner.servers.validation import read_request_id, validate_training_inputs
-from nemo_aligner.training.finite import naming_step
 from nemo_aligner.training.loggers import named
+from nemo_aligner.training.megatron_steps import naming_step
 from nemo_aligner.training.optim import train_on_batch
-from nemo_aligner.training.timers import logged_phase
-from nemo_aligner.training.token_counts import FORWARD, TRAIN, token_metrics
+from nemo_aligner.training.passes import FORWARD, TRAIN, token_metrics
+from nemo_aligner.training.schedule import logged_phase
 
 if TYPE_CHECKING:
     from megatron.core.optimizer import MegatronOptimizer

@@ -53,7 +53,7 @@ from nemo_aligner.core.interfaces import (
 from nemo_aligner.core.types import PPOTrainBatch, Rollout, RolloutBatch
 from nemo_aligner.models.alignable_interface import PolicyWithReference
 from nemo_aligner.parallel.collectives import all_reduce_dict
-from nemo_aligner.training.finite import naming_step
+from nemo_aligner.training.megatron_steps import naming_step
 
 # The other two are here in NeMo-Aligner.
 __all__ = ["PPORolloutBatch", "PPOTrainer", "compute_num_rollout_microbatches"]

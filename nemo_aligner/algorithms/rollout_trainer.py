@@ -40,12 +40,16 @@ from nemo_aligner.models.alignable_interface import AlignableGenerativeInterface
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.collectives import gathered
 from nemo_aligner.servers.futures import wait_for_all
-from nemo_aligner.training.finite import naming_step
 from nemo_aligner.training.loggers import named
+from nemo_aligner.training.megatron_steps import naming_step
 from nemo_aligner.training.optim import train_on_batch
-from nemo_aligner.training.schedule import compute_max_steps, compute_num_steps_per_epoch
-from nemo_aligner.training.timers import FILE, ScopedTimer
-from nemo_aligner.training.token_counts import FORWARD, TRAIN, in_short, token_metrics
+from nemo_aligner.training.passes import FORWARD, TRAIN, in_short, token_metrics
+from nemo_aligner.training.schedule import (
+    FILE,
+    ScopedTimer,
+    compute_max_steps,
+    compute_num_steps_per_epoch,
+)
 
 # "Step" of the random streams of every validation: always the same, so that validations can be
 # compared. Rollouts of critic warm-up have the steps -critic_warmup_steps .. -1.

@@ -21,18 +21,18 @@ from nemo_aligner.core.errors import ConfigError
 from nemo_aligner.core.interfaces import CheckpointWriter, Logger, Optimizer, RunTimer, Scheduler
 from nemo_aligner.data.nlp.samplers import BatchSampler, MegatronPretrainingRandomBatchSampler
 from nemo_aligner.models.alignable_interface import SupervisedInterface
-from nemo_aligner.training.finite import naming_step
 from nemo_aligner.training.loggers import named
+from nemo_aligner.training.megatron_steps import naming_step
 from nemo_aligner.training.optim import train_on_batch
+from nemo_aligner.training.passes import TRAIN, in_short, token_metrics
 from nemo_aligner.training.schedule import (
+    ScopedTimer,
     compute_limit_batches,
     compute_num_steps_per_epoch,
     endless_batches,
     interval_in_steps,
     supervised_max_steps,
 )
-from nemo_aligner.training.timers import ScopedTimer
-from nemo_aligner.training.token_counts import TRAIN, in_short, token_metrics
 
 
 class SupervisedTrainer(TrainingLoop):

@@ -39,10 +39,14 @@ from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.collectives import all_reduce_dict
 from nemo_aligner.parallel.device import get_device
 from nemo_aligner.servers.futures import OtherFuture, await_on_source, wait_for_all
-from nemo_aligner.training.schedule import check_progress, say_complete, warn_of_unreachable_steps
+from nemo_aligner.training.passes import forget_token_counts
+from nemo_aligner.training.schedule import (
+    ScopedTimer,
+    check_progress,
+    say_complete,
+    warn_of_unreachable_steps,
+)
 from nemo_aligner.training.stop_requests import stop_requests
-from nemo_aligner.training.timers import ScopedTimer
-from nemo_aligner.training.token_counts import forget_token_counts
 
 if TYPE_CHECKING:
     import pandas as pd

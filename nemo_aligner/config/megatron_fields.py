@@ -29,7 +29,7 @@ _OWN_STEP = "generation has its own step; see generation.cuda_graphs"
 _DTYPES = "a model computes in float32 or bf16 and sums its gradients in float32"
 _WEIGHTS = "weights are whole after an update, for generation, checks and checkpoints read them"
 _CHECKPOINTS = "a checkpoint has the same form whatever the ranks"
-_SAME_ERROR = "every rank gets the same error; all gradients are checked (training/finite.py)"
+_SAME_ERROR = "every rank gets the same error; all gradients are checked (megatron_steps.py)"
 
 OWN_KEYS = dict(
     pair.split("=")

@@ -112,7 +112,7 @@ class CheckpointWriter(Protocol):
 
 
 class RunTimer(Protocol):
-    """The wall-clock limit of this run (`training/timers.py`)."""
+    """The wall-clock limit of this run (`training/schedule.py`)."""
 
     def start_time(self) -> None:
         """Start the clock."""

@@ -1,12 +1,15 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The samples of one rank while they are decoded: waiting ones, and those in slots of the cache.
+"""The samples of one rank while they are decoded: waiting ones, and those in slots of the cache;
+and how a token follows from logits.
 
 The device keeps what a step reads and writes; the host keeps ids and lengths, and every few steps
-takes the chosen tokens (`look`), without those beyond the end of a response.
+takes the chosen tokens (`look`), without those beyond the end of a response. A token is drawn by
+inverting the cumulative distribution at a number of the sample's own stream: other samples have no
+effect.
 
 Shapes: c slots, b of them in use, P prompt length, R total length (prompt and response), V
-vocabulary.
+vocabulary without padding.
 """
 
 from collections import deque
@@ -16,8 +19,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from nemo_aligner.core.tensors import _splitmix64
 from nemo_aligner.generation.interface import Conversation, EndConditions, GenerationParams
-from nemo_aligner.generation.sampling import choose_tokens, sample_uniforms, seen_tokens
 
 
 @dataclass(frozen=True)
@@ -231,9 +234,7 @@ class DecodingBatch:
         return min(max(left), self.look_every)
 
     def choose(self, logits: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The next tokens `[b]` from `logits` `[b, V]`, and their log-probs `[b]`, if asked
-        for.
-        """
+        """The next tokens `[b]` from `logits` `[b, V]`, and their log-probs if asked for."""
         params, b = self.params, len(logits)
         drawn, uniforms = self.drawn[:b], None
         if self.uniforms is not None:
@@ -242,11 +243,8 @@ class DecodingBatch:
             uniforms = self.uniforms[:b].gather(1, places).squeeze(1)
         tokens = choose_tokens(
             logits,
-            uniforms=uniforms,
-            temperature=params.temperature,
-            top_k=params.top_k,
-            top_p=params.top_p,
-            repetition_penalty=params.repetition_penalty,
+            params,
+            uniforms,
             seen=None if self.seen is None else self.seen[:b],
             end_token_ids=self.end_token_ids,
             too_short=drawn < params.min_length if params.min_length else None,
@@ -336,3 +334,98 @@ def padded(rows: Sequence[Sequence[int]], device: torch.device, value: int = 0) 
     """int64 `[b, W]`: `rows` of ids, with `value` on the right."""
     width = max(map(len, rows))
     return torch.tensor([[*row, *[value] * (width - len(row))] for row in rows], device=device)
+
+
+_GOLDEN_GAMMA = -0x61C8864680B583EB  # 0x9E3779B97F4A7C15 as a signed number: SplitMix64's step
+
+
+def sample_uniforms(sample_seeds: Tensor, max_length: int) -> Tensor:
+    """float64 `[b, max_length]` in [0, 1): a number per generated token, from SplitMix64 streams
+    of `sample_seeds` int64 `[b]`. A longer stream starts like a shorter one.
+    """
+    steps = torch.arange(max_length, device=sample_seeds.device) * _GOLDEN_GAMMA
+    bits = _splitmix64(_splitmix64(sample_seeds.long()).unsqueeze(1) + steps)
+    return ((bits >> 11) & (2**53 - 1)).double() * 2.0**-53
+
+
+def seen_tokens(tokens: Tensor, lengths: Tensor, vocab_size: int) -> Tensor:
+    """bool `[b, vocab_size]`: the id is among the first `lengths` `[b]` of `tokens` `[b, W]`."""
+    valid = torch.arange(tokens.size(1), device=tokens.device) < lengths.unsqueeze(1)
+    seen = torch.zeros(tokens.size(0), vocab_size + 1, dtype=torch.bool, device=tokens.device)
+    return seen.scatter_(1, torch.where(valid, tokens, vocab_size), True)[:, :vocab_size]
+
+
+def apply_repetition_penalty(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
+    """Penalize the ids in `seen`, bool `[b, V]` (Keskar et al. 2019, CTRL, section 4.1)."""
+    return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+
+
+def forbid_tokens(logits: Tensor, token_ids: Tensor, where: Tensor) -> Tensor:
+    """Put -inf at `token_ids` `[n]` of `logits` `[b, V]` where `where`, bool `[b]`, is True."""
+    columns = torch.zeros(logits.size(1), dtype=torch.bool, device=logits.device)
+    columns.index_fill_(0, token_ids, True)  # an assignment would copy the number from the host
+    return logits.masked_fill(where.unsqueeze(1) & columns, float("-inf"))
+
+
+def keep_top_k(logits: Tensor, top_k: int) -> Tensor:
+    """Forbid all but the k likeliest ids of `logits` `[b, V]`; ids that tie with the k-th stay."""
+    if top_k >= logits.size(1):
+        return logits
+    threshold = logits.topk(top_k, dim=1).values[:, -1:]
+    return logits.masked_fill(logits < threshold, float("-inf"))
+
+
+def keep_top_p(logits: Tensor, top_p: float) -> Tensor:
+    """Keep the fewest likeliest ids whose probabilities reach `top_p` (Holtzman et al. 2020)."""
+    ordered, order = logits.sort(dim=1, descending=True, stable=True)
+    probabilities = ordered.softmax(dim=1).double()
+    before = probabilities.cumsum(dim=1) - probabilities
+    forbidden = torch.empty_like(order, dtype=torch.bool).scatter_(1, order, before >= top_p)
+    return logits.masked_fill(forbidden, float("-inf"))
+
+
+def invert_cdf(logits: Tensor, uniforms: Tensor) -> Tensor:
+    """Ids int64 `[b]` where cumulative probability passes float64 `uniforms` `[b]` in [0, 1)."""
+    cumulative = logits.softmax(dim=1).cumsum(dim=1, dtype=torch.float64)
+    total = cumulative[:, -1:]
+    # Below the total even after rounding: an id of probability zero is never reached.
+    below = torch.nextafter(total, torch.zeros_like(total))
+    target = torch.minimum(uniforms.unsqueeze(1) * total, below)
+    ids = torch.searchsorted(cumulative, target, right=True).squeeze(1)
+    return ids.clamp(max=logits.size(1) - 1)
+
+
+def choose_tokens(
+    logits: Tensor,
+    params: GenerationParams,
+    uniforms: Tensor | None,
+    seen: Tensor | None = None,
+    end_token_ids: Tensor | None = None,
+    too_short: Tensor | None = None,
+) -> Tensor:
+    """The next token of each sample, int64 `[b]`; -1 for one whose logits are not finite. Order:
+    repetition penalty, temperature, minimum length, top-k, top-p, then the draw.
+
+    Args:
+        logits: float32 `[b, V]`.
+        uniforms: float64 `[b]` in [0, 1); None takes the likeliest id, whatever the other values.
+        seen: bool `[b, V]`, True for ids that the sample has; needed with a repetition penalty.
+        end_token_ids: int64 `[n]`, ids that samples with `too_short` must not take.
+        too_short: bool `[b]`, True for responses below their minimum length; None for none.
+    """
+    if seen is not None and params.repetition_penalty != 1.0:
+        logits = apply_repetition_penalty(logits, seen, params.repetition_penalty)
+    if too_short is not None and end_token_ids is not None:
+        logits = forbid_tokens(logits, end_token_ids, too_short)
+    finite = logits.amax(dim=1).isfinite()  # a NaN among logits is their maximum
+    if uniforms is None:
+        tokens = logits.argmax(dim=1)
+    else:
+        if params.temperature != 1.0:
+            logits = logits / params.temperature
+        if params.top_k > 0:
+            logits = keep_top_k(logits, params.top_k)
+        if params.top_p < 1.0:
+            logits = keep_top_p(logits, params.top_p)
+        tokens = invert_cdf(logits, uniforms)
+    return torch.where(finite, tokens, -1)

@@ -62,9 +62,7 @@ class KeyValueCache:
 
 
 class DecodingPass:
-    """One token for each of the first b slots, at `positions` int64 `[b]`; the cache has `width`
-    places.
-    """
+    """One token for each of the first b slots, at `positions` int64 `[b]`, of `width` places."""
 
     def __init__(self, cache: KeyValueCache, positions: Tensor, width: int) -> None:
         self.cache = cache
@@ -93,22 +91,18 @@ class DecodingPass:
         keys, values = layer[:, :samples, :, : self.width]
         # The queries of a group stand where positions would: no key is repeated for them.
         queries, mask = mixed[0, :, :, :-2], self._mask(how.window, mixed.dtype)
-        context = _attention_of_few(queries, keys, values, mask, how)
+        if how.softcap is not None:
+            context = _capped_attention(queries, keys, values, mask, how.scale, how.softcap)
+        elif queries.device.type == "cpu" and queries.dtype == torch.float32:
+            # For one token this is faster than PyTorch's kernel for CPUs; bf16 would round scores.
+            scale = queries.size(-1) ** -0.5 if how.scale is None else how.scale
+            scores = torch.matmul(queries * scale, keys.transpose(-1, -2)).add_(mask)
+            context = torch.matmul(scores.softmax(-1), values)
+        else:
+            context = F.scaled_dot_product_attention(
+                queries, keys, values, attn_mask=mask, scale=how.scale
+            )
         return context.reshape(1, samples, -1)
-
-
-def _attention_of_few(
-    queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, how: AttentionSettings
-) -> Tensor:
-    """Of few `queries` `[b, ng, r, hn]`; `mask` `[b, 1, 1, W]` is added to the scores."""
-    if how.softcap is not None:
-        return _capped_attention(queries, keys, values, mask, how.scale, how.softcap)
-    if queries.device.type == "cpu" and queries.dtype == torch.float32:
-        # For one token this is faster than PyTorch's kernel for CPUs; bf16 would round the scores.
-        scale = queries.size(-1) ** -0.5 if how.scale is None else how.scale
-        scores = torch.matmul(queries * scale, keys.transpose(-1, -2)).add_(mask)
-        return torch.matmul(scores.softmax(-1), values)
-    return F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=how.scale)
 
 
 def _capped_attention(

@@ -25,7 +25,7 @@ from torch.distributed import ProcessGroup
 
 from nemo_aligner.generation.cache import AttentionSettings, KeyValueCache, Pass
 from nemo_aligner.generation.split import Split
-from nemo_aligner.parallel.cpu_operations import packed_linear
+from nemo_aligner.parallel.device import packed_linear
 from nemo_aligner.parallel.vocab_parallel import scaled_logits
 
 
@@ -46,14 +46,17 @@ class DecodingModel:
             self._stages.append([_Layer(layer, n, split.tensor) for n, layer in layers])
             self.num_layers += len(chunk.decoder.layers)
         self._rotations = [_Rotation(chunks[0], local) for local in (False, True)]
-        self._output = _output(chunks[-1]) if chunks[-1].post_process else None
+        self._output: _Function | None = None
+        if chunks[-1].post_process:
+            last, layer = chunks[-1], chunks[-1].output_layer
+            shared = last.share_embeddings_and_output_weights
+            weight = last.shared_embedding_or_output_weight() if shared else layer.weight
+            self._output = _product(weight, layer.bias)
         final_norm = chunks[-1].decoder.final_layernorm
         self._final_norm = None if final_norm is None else _norm(final_norm)
 
     def forward(self, tokens: Tensor, which: Pass) -> Tensor | None:
-        """`[s, b, h]` for `tokens` int64 `[b, s]` on the last stage, else None; all stages call
-        it.
-        """
+        """`[s, b, h]` for int64 `tokens` `[b, s]`; None but on the last stage; all call it."""
         rotate = [each.at(which.positions, which.cache.width) for each in self._rotations]
         samples, width = tokens.shape
         group = self.split.pipeline
@@ -211,12 +214,12 @@ def _linear_without_end(module: Any, group: ProcessGroup) -> _Function:
     if isinstance(module, ColumnParallelLinear):
         return _product(module.weight, module.bias)
     if isinstance(module, RowParallelLinear):
-        return _divided_product(module.weight, module.bias, group)
+        return _product(module.weight, module.bias, group)
     if not any(kind.__module__ == _ENGINE_LAYERS for kind in type(module).__mro__):
         return lambda x: _with_bias(*module.forward(x))
     bias = module.bias if module.use_bias else None
     if module.parallel_mode == "row":
-        return _divided_product(module.weight, bias, group)
+        return _product(module.weight, bias, group)
     product = _product(module.weight, bias)
     if not hasattr(module, "layer_norm_weight"):
         return product
@@ -250,32 +253,22 @@ def _normalization(
     return normalized
 
 
-def _output(chunk: Any) -> _Function:
-    layer = chunk.output_layer
-    if chunk.share_embeddings_and_output_weights:
-        return _product(chunk.shared_embedding_or_output_weight(), layer.bias)
-    return _product(layer.weight, layer.bias)
+def _product(weight: Tensor, bias: Tensor | None, group: ProcessGroup | None = None) -> _Function:
+    """`x @ weight.T + bias`, on a CPU from a copy of the weight that is read faster; `group`: the
+    ranks among which the inputs are divided.
+    """
+    if group is not None and torch.distributed.get_world_size(group) > 1:
+        product = _product(weight, None)
 
+        def summed(x: Tensor) -> Tensor:
+            part = product(x)
+            torch.distributed.all_reduce(part, group=group)
+            return _with_bias(part, bias)
 
-def _product(weight: Tensor, bias: Tensor | None) -> _Function:
-    """`x @ weight.T + bias`, on a CPU from a copy of the weight that is read faster."""
+        return summed
     if weight.device.type == "cpu":
         return packed_linear(weight, bias)
     return lambda x: F.linear(x, weight, bias)
-
-
-def _divided_product(weight: Tensor, bias: Tensor | None, group: ProcessGroup) -> _Function:
-    """`_product` of inputs that are divided among the ranks of `group`."""
-    if torch.distributed.get_world_size(group) == 1:
-        return _product(weight, bias)
-    product = _product(weight, None)
-
-    def summed(x: Tensor) -> Tensor:
-        part = product(x)
-        torch.distributed.all_reduce(part, group=group)
-        return _with_bias(part, bias)
-
-    return summed
 
 
 def _with_bias(output: Tensor, bias: Tensor | None) -> Tensor:

@@ -232,19 +232,19 @@ class MegatronGenerator:
 
     def step_graphs(self) -> StepGraphs:
         """How the next steps run, logged once. `UserError`: `cuda_graphs=True` cannot be."""
-        config, obstacle = unwrap_model(self.model)[0].config, None
-        if get_device().type == "cpu":
-            obstacle = "there is no GPU"
-        elif torch.distributed.get_world_size(self.split.copy) > 1:
-            obstacle = "several ranks hold the weights"
-        elif config.num_moe_experts:
-            obstacle = "the model has experts"
-        elif any(
-            (adapter := getattr(module, "lora", None)) is not None and not adapter.merged
-            for chunk in self.model
-            for module in chunk.modules()
-        ):
-            obstacle = "adapters are not merged (model.peft.merge_for_generation)"
+        config = unwrap_model(self.model)[0].config
+        modules = (module for chunk in self.model for module in chunk.modules())
+        adapters = (getattr(module, "lora", None) for module in modules)
+        obstacles = {
+            "there is no GPU": get_device().type == "cpu",
+            "several ranks hold the weights": torch.distributed.get_world_size(self.split.copy)
+            > 1,
+            "the model has experts": config.num_moe_experts,
+            "adapters are not merged (model.peft.merge_for_generation)": any(
+                adapter is not None and not adapter.merged for adapter in adapters
+            ),
+        }
+        obstacle = next((text for text, holds in obstacles.items() if holds), None)
         if obstacle and self.cuda_graphs is True:
             remedy = "Set it to auto or False."
             raise UserError(f"generation.cuda_graphs=True cannot be: {obstacle}. {remedy}")
@@ -366,9 +366,7 @@ class _Decoding:
             self.model.forward(first.unsqueeze(1), DecodingPass(cache, first, 1))
 
     def _refill(self, done: list[int]) -> None:
-        """Give slots to the next samples, once a part is free, so that their prompts share a
-        pass.
-        """
+        """Give slots to the next samples once a part is free: their prompts share a pass."""
         batch, cache = self.batch, self.cache
         wanted = len(done) + batch.slots - batch.active
         while len(batch.waiting) < wanted and (samples := next(self.queue, None)) is not None:
@@ -514,9 +512,7 @@ class _FailedElsewhere(RuntimeError):
 
 
 def _on_all_expert_ranks(done: bool, failure: Exception | None = None) -> bool:
-    """Called by the expert-parallel ranks before each pass: True if all are `done`, else all make
-    it.
-    """
+    """Expert-parallel ranks call it before a pass: True if all are `done`, else all make it."""
     if parallel_state.get_expert_model_parallel_world_size() == 1:
         return done
     # 0: done, 1: makes a pass, 2: has failed.

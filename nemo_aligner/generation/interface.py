@@ -29,9 +29,7 @@ from nemo_aligner.core.tokenizer import (
 
 @dataclass(frozen=True)
 class GenerationParams:
-    """How to generate; `ConfigError`: a value that its key (`config/keys/rollouts.py`) cannot
-    have.
-    """
+    """How to generate; `ConfigError`: a value that `config/keys/rollouts.py` does not allow."""
 
     max_length: int  # tokens to generate at most, the end token included
     min_length: int = 0  # tokens to generate before an end may follow
@@ -74,25 +72,20 @@ class GenerationParams:
         their defaults, `add_BOS`, `all_probs` and `compute_logprob` no effect. `ConfigError`: a
         missing or unusable value.
         """
-        sections = {"length_params": length_params, "sampling_params": sampling_params}
-        tree = {
-            name: {key: value for key, value in section.items() if value is not None}
-            for name, section in sections.items()
-        }
-        lengths, sampling = tree.values()
-        if "max_length" not in lengths:
+        both = [*length_params.items(), *sampling_params.items()]
+        given = {key: value for key, value in both if value is not None}
+        if "max_length" not in given:
             raise ConfigError(
                 "length_params.max_length is missing: the tokens to generate at most."
             )
-        strings = sampling.get("end_strings", ())
+        strings = given.get("end_strings", ())
         if isinstance(strings, str) or not all(isinstance(s, str) and s for s in strings):
             shown = strings if isinstance(strings, str) else list(strings)
             raise ConfigError(
                 f"sampling_params.end_strings={shown!r} must be a list of non-empty texts."
             )
-        known = {field.name for field in fields(cls)}
-        given = {key: value for key, value in (lengths | sampling).items() if key in known}
-        return cls(**given | {"end_strings": tuple(strings)})
+        known = {field.name: given[field.name] for field in fields(cls) if field.name in given}
+        return cls(**known | {"end_strings": tuple(strings)})
 
 
 _KEYS = Configuration(
@@ -212,16 +205,12 @@ def tokenize_batch(
     token.
     """
     with_bos = begins_with_bos(tokenizer, add_BOS, "add_BOS")
-    tokens = torch.full((len(sentences), max_len), tokenizer.eos_id, dtype=torch.int64)
-    lengths = torch.empty(len(sentences), dtype=torch.int64)
-    for i, sentence in enumerate(sentences):
-        ids = text_tokens(tokenizer, sentence, with_bos)
-        if add_EOS:
-            ids = [*ids, tokenizer.eos_id]
-        ids = ids[:max_len]
-        tokens[i, : len(ids)] = torch.tensor(ids, dtype=torch.int64)
-        lengths[i] = len(ids)
-    return tokens, lengths
+    end = [tokenizer.eos_id] if add_EOS else []
+    rows = [[*text_tokens(tokenizer, text, with_bos), *end][:max_len] for text in sentences]
+    tokens = torch.full((len(rows), max_len), tokenizer.eos_id, dtype=torch.int64)
+    for row, ids in zip(tokens, rows, strict=True):
+        row[: len(ids)] = torch.tensor(ids, dtype=torch.int64)
+    return tokens, torch.tensor([len(ids) for ids in rows], dtype=torch.int64)
 
 
 class EndConditions:

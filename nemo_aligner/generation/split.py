@@ -18,9 +18,13 @@ from torch.distributed import ProcessGroup
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.generation.interface import GenerationOutput, Prompts
 from nemo_aligner.parallel import parallel_state
-from nemo_aligner.parallel.collectives import gathered, largest, rebalance_nd_tensor
+from nemo_aligner.parallel.collectives import (
+    checksum_of_shard,
+    gathered,
+    largest,
+    rebalance_nd_tensor,
+)
 from nemo_aligner.parallel.device import get_device
-from nemo_aligner.parallel.replicas import checksum_of_shard
 
 
 @dataclass(frozen=True)
@@ -346,13 +350,10 @@ def _checksums(weights: _Weights, forms: dict[str, _Form], group: ProcessGroup) 
 def _check(source: dict[str, int], target: dict[str, int]) -> None:
     """Compare the checksums; every rank of the job calls it."""
     everywhere = gathered((source, target))
-    trained: dict[str, set[int]] = {}
-    for sums, _ in everywhere:
-        for name, value in sums.items():
-            trained.setdefault(name, set()).add(value)
+    trained = {weight for sums, _ in everywhere for weight in sums.items()}
     for rank, (_, sums) in enumerate(everywhere):
         for name, value in sums.items():
-            if value not in trained[name]:
+            if (name, value) not in trained:
                 raise RuntimeError(
                     f"{name} of rank {rank} has other bits after it was moved for generation; set "
                     "generation.reshard=none and check the network."

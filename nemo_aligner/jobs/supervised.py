@@ -87,7 +87,7 @@ def train_spin(cfg: DictConfig) -> None:
         from nemo_aligner.algorithms.spin import SPINTrainer, spin_custom_collate
         from nemo_aligner.launch.experiment import start_with_model
         from nemo_aligner.launch.supervised_job import build_sft_dataloaders, train_supervised
-        from nemo_aligner.models.nlp.gpt.megatron_gpt_spin_model import MegatronGPTSPINModel
+        from nemo_aligner.models.nlp.gpt.megatron_gpt_dpo_model import MegatronGPTSPINModel
 
     job, model = start_with_model(cfg, MegatronGPTSPINModel)
     collate_fn = partial(spin_custom_collate, eos_id=model.tokenizer.eos_id)

@@ -52,7 +52,7 @@ from nemo_aligner.parallel.collectives import gathered
 from nemo_aligner.parallel.environment import is_rank_zero
 from nemo_aligner.parallel.megatron_switches import changed
 from nemo_aligner.training.loggers import PROMETHEUS_KEY, CustomLoggerWrapper, PrometheusLogger
-from nemo_aligner.training.timers import Timer
+from nemo_aligner.training.schedule import Timer
 
 CHAT_DATE = "chat_date.txt"
 SHOWN = [  # keys that the log begins with

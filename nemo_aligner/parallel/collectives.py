@@ -1,6 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Communication of tensors and metrics between ranks, for NCCL and gloo alike.
+"""Communication of tensors and metrics between ranks, for NCCL and gloo alike; sequences that are
+split over context-parallel ranks; and whether replicas of the weights still hold the same bits.
 
 Every function is a no-op for a group of one rank and without a process group. Tensors go to the
 device of the process and are made contiguous first, because gloo silently delivers others wrong.
@@ -9,16 +10,17 @@ for the tensor. `src` and `dst` are global ranks; `group=None` means all ranks.
 """
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from nemo_aligner.core.errors import UserError
+from nemo_aligner.core.errors import ReplicaError, UserError
 from nemo_aligner.core.tensors import masked_mean_var, whiten
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.device import get_device
@@ -296,3 +298,160 @@ def run_distributed_inference(
         rewards, values = outputs
         return collect(rewards).reshape(-1), collect(values)
     return collect(outputs)
+
+
+# ----------------------------------------------------- sequences split over context-parallel ranks
+# The sequence is cut into 2*CP equal chunks; rank r holds chunks r and 2*CP-1-r, in this order:
+# its *share*, with cheap early and expensive late positions of a causal mask. Megatron Core
+# (`get_batch_on_this_cp_rank`) and Transformer Engine use and expect the same layout.
+#
+#     S = 8, CP = 2: rank 0 holds positions 0 1 6 7, rank 1 holds 2 3 4 5
+
+
+def width_multiple() -> int:
+    """A width must be a multiple of this to be split: 2*CP, or 1 with one rank."""
+    size = parallel_state.get_context_parallel_world_size()
+    return 2 * size if size > 1 else 1
+
+
+def take_share(x: Tensor, dim: int) -> Tensor:
+    """This rank's part `[.., S/CP, ..]` of `x` along `dim`, which 2*CP divides (`ValueError`)."""
+    size = parallel_state.get_context_parallel_world_size()
+    if size == 1:
+        return x
+    if x.size(dim) % (2 * size):
+        raise ValueError(
+            f"a width of {x.size(dim)} is no multiple of {2 * size}, so it cannot be split over "
+            f"{size} context-parallel ranks"
+        )
+    rank = parallel_state.get_context_parallel_rank()
+    return _share(x.chunk(2 * size, dim), rank, dim)
+
+
+def _share(chunks: Sequence[Tensor], rank: int, dim: int) -> Tensor:
+    return torch.cat([chunks[rank], chunks[-1 - rank]], dim)
+
+
+def gather_shares(x: Tensor, dim: int, sum_gradients: bool = False) -> Tensor:
+    """Join the shares `[.., S/CP, ..]` of all ranks, of a dtype that the backend carries (not
+    bool), to `[.., S, ..]` on every rank. `sum_gradients` False: every rank computes the *same*
+    loss from the result, so its part of the gradient is complete. True: they compute different
+    things, so the backward pass sums the gradients over the ranks, a collective.
+    """
+    if parallel_state.get_context_parallel_world_size() == 1:
+        return x
+    return _GatherShares.apply(x, dim, sum_gradients)
+
+
+def share_positions(width: int, device: torch.device | None = None) -> Tensor:
+    """int64 `[width / CP]`: the positions of this rank's share of a sequence of `width`."""
+    return take_share(torch.arange(width, device=device), 0)
+
+
+class _GatherShares(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, sum_gradients: bool) -> Tensor:
+        ctx.dim, ctx.sum_gradients = dim, sum_gradients
+        x = x.contiguous()
+        size = parallel_state.get_context_parallel_world_size()
+        shares = [torch.empty_like(x) for _ in range(size)]
+        dist.all_gather(shares, x, group=parallel_state.get_context_parallel_group())
+        early, late = zip(*(share.chunk(2, dim) for share in shares), strict=True)
+        return torch.cat([*early, *reversed(late)], dim)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None]:
+        if not ctx.sum_gradients:
+            return take_share(grad_output, ctx.dim), None, None
+        size = parallel_state.get_context_parallel_world_size()
+        chunks = grad_output.chunk(2 * size, ctx.dim)
+        shares = [_share(chunks, rank, ctx.dim) for rank in range(size)]
+        mine = torch.empty_like(shares[0])
+        dist.reduce_scatter(mine, shares, group=parallel_state.get_context_parallel_group())
+        return mine, None, None
+
+
+# ------------------------------------------------------------------------- replicas of the weights
+# They apply the same reduced gradient. If their bits differ (a missed update or broadcast,
+# defective memory), nothing else shows it.
+
+# Elements widened to int64 at a time: a CPU's cache holds them; a GPU's kernel needs more.
+CPU_PIECE, DEVICE_PIECE = 2**16, 2**22
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@torch.no_grad()
+def checksum_of_shard(
+    tensor: Tensor, dim: int | None = None, parts: int = 1, rank: int = 0, ranks: int = 1
+) -> Tensor:
+    """int64 scalar of the exact bits of a rank's share of a weight and their positions in the
+    whole: the shares of all ranks sum to the same number, modulo 2**64, however they are cut. By
+    default that of a whole tensor. Elements count odd numbers of times: a change of one shows.
+
+    The element at place r of its row, of M, in row i of the whole counts 2 (i M + r) + 1 times,
+    where a row has all elements at one index of `dim`, which is divided (None: not divided). A
+    share has `parts` pieces of equal size, each of them the `rank`-th of a part of the whole.
+    """
+    bits = tensor.detach().view(_INTEGERS[tensor.element_size()])
+    bits = bits.movedim(dim or 0, 0).flatten(1) if bits.dim() > 1 else bits.reshape(-1, 1)
+    count, width = bits.shape
+    index = torch.arange(count, device=bits.device)
+    piece = max(count // parts, 1)
+    rows = (index // piece * ranks + rank) * piece + index % piece
+    columns = torch.arange(width, device=bits.device) * 2 + 1
+    size = CPU_PIECE if bits.device.type == "cpu" else DEVICE_PIECE
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    for some, at in zip(*(x.split(max(size // width, 1)) for x in (bits, rows)), strict=True):
+        total += (some * columns).sum() + 2 * width * (some.sum(1) * at).sum()
+    return total
+
+
+@torch.no_grad()
+def check_replicas(modules: list[torch.nn.Module]) -> None:
+    """Compare every weight of this rank's chunks with its replicas on the data-parallel (x
+    context-parallel) ranks, by checksums; all ranks call it. Shards of the distributed optimizer
+    are not checked. `ReplicaError`, on every rank: names the first weight that differs, and groups
+    the ranks by the bits they hold.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    # Model chunk of this rank, name in it, checksum by rank.
+    differing: list[tuple[int, str, dict[int, int]]] = []
+    # Megatron marks the weights of experts, which have data-parallel ranks of their own.
+    groups = {
+        True: parallel_state.get_data_parallel_group(with_context_parallel=True),
+        False: parallel_state.get_expert_data_parallel_group(),
+    }
+    for mark, group in groups.items():
+        if group is None or dist.get_world_size(group) == 1:
+            continue
+        named = {
+            (i, name): checksum_of_shard(parameter)
+            for i, module in enumerate(modules)
+            for name, parameter in module.named_parameters()
+            if getattr(parameter, "allreduce", True) is mark
+        }
+        if not named:  # on all ranks of the group alike
+            continue
+        sums = rebalance_nd_tensor(torch.stack(list(named.values())).unsqueeze(0), group)
+        ranks = dist.get_process_group_ranks(group)
+        for weight, differs in enumerate((sums != sums[0]).any(0).tolist()):
+            if differs:
+                by_rank = dict(zip(ranks, sums[:, weight].tolist(), strict=True))
+                differing.append((*list(named)[weight], by_rank))
+    if not largest(len(differing)):
+        return
+    found = gathered(differing)
+    first_rank, (chunk, name, by_rank) = next((n, each[0]) for n, each in enumerate(found) if each)
+    holders: dict[int, list[int]] = {}
+    for rank, value in by_rank.items():
+        holders.setdefault(value, []).append(rank)
+    by_content = " | ".join(", ".join(map(str, same)) for same in holders.values())
+    raise ReplicaError(
+        f"{name} (model chunk {chunk} of rank {first_rank}) differs between its replicas: ranks "
+        f"with equal bits are {by_content}; {max(map(len, found))} weight(s) "
+        "differ in all. A rank missed an update, a broadcast or a checkpoint's weights, or its "
+        "memory or device is faulty. Resume from an earlier checkpoint (the check runs every "
+        "alarms.replica_check_interval steps); replace that machine if it happens again."
+    )

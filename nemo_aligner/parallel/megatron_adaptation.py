@@ -32,7 +32,7 @@ from packaging.version import Version
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from nemo_aligner.parallel.cpu_operations import apply_rotary
+from nemo_aligner.parallel.device import apply_rotary
 
 # The first release that has a name, and the first that has it no more or where it is not touched.
 SINCE = {
@@ -305,7 +305,7 @@ on the split
 models/nlp/gpt/megatron_layers.py | reads the mark `sequence_parallel` of a weight; norms of ours,
 and heads of gpt_reward_model.py, carry it
     megatron.core.distributed.finalize_model_grads:_allreduce_non_tensor_model_parallel_grads
-megatron_switches.shapes_exchanged | micro-batches of one pass differ in shape, others do not
+training/megatron_steps.py | micro-batches of one pass differ in shape, others do not
     megatron.core:ModelParallelConfig.variable_seq_lengths
 megatron_switches.all_weights_named | a checkpoint would miss the weights of a float32 head
     megatron.core.optimizer.optimizer:Float16OptimizerWithFloat16Params.float16_groups

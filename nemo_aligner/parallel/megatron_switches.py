@@ -19,7 +19,6 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
-from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 
@@ -119,13 +118,6 @@ def decoding_mode(model: list[torch.nn.Module]) -> Iterator[None]:
             chunk.train()
 
 
-def shapes_exchanged(config: TransformerConfig, wanted: bool) -> AbstractContextManager[None]:
-    """If `wanted`, let micro-batches differ in width and number of samples between pipeline
-    stages.
-    """
-    return changed([(config, "variable_seq_lengths", wanted)])
-
-
 def all_weights_named(optimizers: list[MegatronOptimizer]) -> AbstractContextManager[None]:
     """Let the optimizer of a bf16 model name its float32 weights (a head) in a checkpoint too:
     Megatron Core numbers the bf16 weights alone and would confuse states.
@@ -161,9 +153,7 @@ def places_without_padding(optimizers: list[MegatronOptimizer]) -> AbstractConte
 
 
 def groups_in_order(optimizers: list[MegatronOptimizer]) -> AbstractContextManager[None]:
-    """Load parameter groups in the order given: Megatron Core matches by settings, which groups
-    may share.
-    """
+    """Load parameter groups in the order given: several share what Megatron Core matches by."""
     return changed(
         (part, "_filter_and_reorder_param_groups", lambda _own, given: given)
         for part in optimizers

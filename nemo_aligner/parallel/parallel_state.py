@@ -21,8 +21,7 @@ from torch.distributed import ProcessGroup, Store, distributed_c10d, is_gloo_ava
 
 from nemo_aligner.config.parallel_rules import check_expert_ranks, data_parallel_size
 from nemo_aligner.core.errors import ConfigError
-from nemo_aligner.parallel.cpu_operations import take_products_from_mkl
-from nemo_aligner.parallel.device import get_backend, keep_freed_memory
+from nemo_aligner.parallel.device import get_backend, keep_freed_memory, take_products_from_mkl
 from nemo_aligner.parallel.megatron_adaptation import adapt_megatron_core
 
 T = TypeVar("T")
@@ -63,7 +62,8 @@ def initialize(
     keep_freed_memory()
     take_products_from_mkl()
     share_gloo_devices()
-    _join_world(timeout)
+    if not dist.is_initialized():
+        _join_world(timeout)
     sizes = {
         "TP": tensor_model_parallel_size,
         "PP": pipeline_model_parallel_size,
@@ -91,8 +91,6 @@ def initialize(
 
 
 def _join_world(timeout: timedelta) -> None:
-    if torch.distributed.is_initialized():
-        return
     env = os.environ
     address, port = env.get("MASTER_ADDR", ""), int(env.get("MASTER_PORT", 0))
     rank, world_size = int(env.get("RANK", 0)), int(env.get("WORLD_SIZE", 1))
@@ -245,9 +243,7 @@ _LOOPBACK = ("127.0.0.1", "localhost")
 def join_on_loopback(
     backend: str, rank: int, world_size: int, address: str, port: int, timeout: timedelta
 ) -> bool:
-    """Initialise `torch.distributed` if all ranks (which call it) are on this machine; else
-    False.
-    """
+    """Initialise `torch.distributed` if all ranks, which call it, are here; whether it did."""
     # torchrun has opened the store already.
     has_agent_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if world_size > 1 and (address not in _LOOPBACK or has_agent_store):

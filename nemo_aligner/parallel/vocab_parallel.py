@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from nemo_aligner.core.tensors import masked_mean
-from nemo_aligner.parallel import context_parallel, parallel_state
+from nemo_aligner.parallel import collectives, parallel_state
 
 # Elements of one working buffer: 1 MiB of fp32 stays in a CPU's cache; a GPU wants long kernels.
 CHUNK_ELEMENTS = 1 << 18
@@ -161,41 +161,28 @@ def _scores(
     vocab_size: int | None,
     overwrite_logits: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probs of `candidates` [B, S, C] in the first `wanted` columns, and the entropy or
-    None.
-    """
+    """Log-probs of `candidates` [B, S, C] in the first `wanted` columns; the entropy or None."""
     if overwrite_logits and logits.requires_grad and logits.is_leaf:
         raise ValueError(
             "overwrite_logits=True on a leaf of the graph would make its values and its gradient "
             "share memory"
         )
-    shard, width = _shard(logits, candidates.shape[1], wanted, temperature, vocab_size)
-    candidates = torch.nn.functional.pad(candidates, (0, 0, 0, width - candidates.shape[1]))
+    given = candidates.shape[1]
+    shard = VocabShard(logits, given, wanted, temperature, vocab_size)
+    candidates = torch.nn.functional.pad(candidates, (0, 0, 0, shard.whole_width - given))
     with torch.set_grad_enabled(torch.is_grad_enabled() and not inference_only):
         scores, entropy = _Scores.apply(
             logits,
-            context_parallel.take_share(candidates, 1),
+            collectives.take_share(candidates, 1),
             shard,
             rest_of,
             with_entropy,
             overwrite_logits,
         )
-        scores = context_parallel.gather_shares(scores, 1)[:, :wanted]
+        scores = collectives.gather_shares(scores, 1)[:, :wanted]
         if entropy is not None:
-            entropy = context_parallel.gather_shares(entropy, 1)[:, :wanted]
+            entropy = collectives.gather_shares(entropy, 1)[:, :wanted]
         return scores, entropy
-
-
-def _shard(
-    logits: Tensor, given: int, wanted: int, temperature: float, vocab_size: int | None
-) -> tuple["VocabShard", int]:
-    """What of the logits is computed for the first `wanted` positions, and their width W."""
-    width = logits.shape[1] * parallel_state.get_context_parallel_world_size()
-    if given > width:
-        raise ValueError(f"targets of width {given} for logits of {width} positions")
-    # Positions ascend within a share, so the wanted ones come first.
-    columns = int((context_parallel.share_positions(width) < wanted).sum())
-    return VocabShard(logits, temperature, vocab_size, columns), width
 
 
 class _Scores(torch.autograd.Function):
@@ -299,20 +286,32 @@ class _Scores(torch.autograd.Function):
 
 
 class VocabShard:
-    """The part of its logits [B, W/CP, V/TP] that a rank computes, in blocks: the first `columns`
-    columns and the real tokens. `first` is the token id of its first column, `width` the number of
-    its real tokens (0 if it holds padding only), `dtype` that of the arithmetic.
+    """The part of its logits [B, W/CP, V/TP] that a rank computes for the first `wanted`
+    positions, in blocks: the first `columns` columns and the real tokens. `first` is the token id
+    of its first column, `width` the number of its real tokens (0 if it holds padding only),
+    `whole_width` W, `dtype` that of the arithmetic. `ValueError`: more targets (`given`) than W.
     """
 
     def __init__(
-        self, logits: Tensor, temperature: float, vocab_size: int | None, columns: int
+        self,
+        logits: Tensor,
+        given: int,
+        wanted: int,
+        temperature: float,
+        vocab_size: int | None,
     ) -> None:
         if not temperature > 0:
             raise ValueError(f"temperature={temperature} must be above 0 (greedy decoding: 1)")
         self.temperature = temperature
         self.dtype = torch.promote_types(logits.dtype, torch.float32)
         self._rows, self._all_columns, width = logits.shape
-        self.columns, self._device = columns, logits.device
+        self._device = logits.device
+        whole = self._all_columns * parallel_state.get_context_parallel_world_size()
+        if given > whole:
+            raise ValueError(f"targets of width {given} for logits of {whole} positions")
+        # Positions ascend within a share, so the wanted ones come first.
+        self.columns = int((collectives.share_positions(whole) < wanted).sum())
+        self.whole_width = whole
         self._group = parallel_state.get_tensor_model_parallel_group()
         self._several_ranks = parallel_state.get_tensor_model_parallel_world_size() > 1
         self.first = parallel_state.get_tensor_model_parallel_rank() * width
@@ -409,7 +408,7 @@ def top_logits(
     """The `top_k` (at most the vocabulary) largest logits of each of the first `wanted` positions,
     of all ranks' slices. Logits as for `from_parallel_logits_to_logprobs`.
     """
-    shard, _ = _shard(vocab_parallel_logits, wanted, wanted, 1.0, vocab_size)
+    shard = VocabShard(vocab_parallel_logits, wanted, wanted, 1.0, vocab_size)
     here = min(top_k, shard.width)
     values = shard.per_token(-torch.inf, top_k)
     ids = torch.zeros_like(values, dtype=torch.int64)
@@ -428,7 +427,7 @@ def top_logits(
     share = torch.where(local_sum > 0, (local_max - maximum[..., 0]).exp() * local_sum, 0.0)
     total = shard.all_reduce(share, dist.ReduceOp.SUM)
     results = (values - maximum, ids.gather(-1, order), total.log())
-    gather = context_parallel.gather_shares
+    gather = collectives.gather_shares
     return TopLogits(*(gather(shard.padded(x), 1)[:, :wanted] for x in results))
 
 

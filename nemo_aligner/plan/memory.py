@@ -383,7 +383,7 @@ def generation_parts(a: Architecture, split: Split, stage: int, w: Workload) -> 
     if w.cache_memory:
         one = cache_bytes(a, split, stage, replace(w, rollout_samples=1))
         w = replace(w, rollout_samples=max(1, int(w.cache_memory // one)) * split.cp)
-    if not w.on_gpu:  # on most CPUs (parallel/cpu_operations.py)
+    if not w.on_gpu:  # on most CPUs (parallel/device.py)
         own_table = stage == 0 and not (a.tied and split.pp == 1)  # none that is multiplied by
         table = a.vocab_rows // split.tp * a.hidden * own_table
         parts[PACKED] = (weights.dense - table) * a.number_bytes

@@ -63,9 +63,7 @@ class CustomLoggerWrapper:
     def log_metrics(
         self, metrics: Mapping[str, Any], step: int | None = None, prefix: str = ""
     ) -> None:
-        """Log numbers (Python's, NumPy's, one-element tensors; else `TypeError`) under `prefix` +
-        key, without None.
-        """
+        """Log numbers (also one-element tensors; else `TypeError`) under `prefix` + key."""
         given = named(prefix, metrics)
         numbers = {key: _number(key, value) for key, value in given.items() if value is not None}
         self.apply_fn("log_metrics", numbers, step=step)
@@ -114,9 +112,7 @@ class CustomLoggerWrapper:
                 function(*args, **kwargs)
 
     def finalize(self, status: str = "success") -> None:
-        """Flush and close, until the next call. `UserError`: names files whose waiting lines
-        cannot be written.
-        """
+        """Flush and close, until the next call. `UserError`: lines that cannot be written."""
         self.apply_fn("finalize", status)
         problems = []
         for file in self._files.values():
@@ -136,9 +132,7 @@ class CustomLoggerWrapper:
 
 
 class _JsonLines:
-    """A file of JSON lines, opened at the first write; lines wait in memory while there is no
-    space.
-    """
+    """A file of JSON lines, opened at the first write; lines wait in memory for space."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

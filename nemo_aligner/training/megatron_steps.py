@@ -5,15 +5,15 @@
 A batch is a dict of tensors with one entry per sample of this data-parallel rank; `tokens` (int64
 `[B, S]`, right-padded) is required. It is cut into micro-batches. With `lengths`, the tokens of
 each sample that matter, samples of similar length share one, and each is as wide as its longest
-sample (`micro_batches.py`): entries `[B, S]` and `[B, S-1]` have a column for each position and
+sample (`passes.py`): entries `[B, S]` and `[B, S-1]` have a column for each position and
 are cut with the tokens; what belongs to a sample as a whole has one dimension, or more than two.
 
 The model is called as `model(tokens, position_ids, attention_mask=None, ...)`: the mask is causal,
 which is enough with right padding. Rows may hold several samples one behind the other: then the
 batch has `packed_position_ids` (int64 `[B, S]`, 0 where a sample begins), and no sample sees
 another. Under context parallelism the model gets this rank's share of the positions
-(`context_parallel`) and the other tensors whole; the ranks gather each other's outputs and then
-compute the same loss.
+(`parallel/collectives.py`) and the other tensors whole; the ranks gather each other's outputs and
+then compute the same loss.
 
 A loss function returns this micro-batch's *share* of the loss of the global batch
 (`nemo_aligner.core.losses`). Megatron divides by the number of micro-batches and averages
@@ -22,32 +22,39 @@ sum of all shares, whatever the split. (Over context-parallel ranks Megatron its
 average.)
 """
 
+import contextlib
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 from megatron.core.utils import get_model_config, unwrap_model
 
 from nemo_aligner.core.endings import progress
-from nemo_aligner.core.errors import UserError
+from nemo_aligner.core.errors import NonFiniteError, UserError
 from nemo_aligner.parallel import parallel_state
-from nemo_aligner.parallel.collectives import broadcast_tensor_within_pp
-from nemo_aligner.parallel.context_parallel import take_share
+from nemo_aligner.parallel.collectives import (
+    all_reduce,
+    broadcast_tensor_within_pp,
+    gathered,
+    take_share,
+)
 from nemo_aligner.parallel.device import get_device
-from nemo_aligner.parallel.megatron_switches import shapes_exchanged
-from nemo_aligner.training.finite import check_finite
-from nemo_aligner.training.micro_batches import Plan, plan_of_rank
-from nemo_aligner.training.token_counts import (
+from nemo_aligner.parallel.megatron_switches import changed, take_balance_table
+from nemo_aligner.training.passes import (
     FORWARD,
     TRAIN,
+    Plan,
     attended_pairs,
     count_tokens,
-    forget_balance_losses,
     has_balance_losses,
     pass_flops,
+    plan_of_rank,
     take_balance_losses,
 )
 
@@ -158,7 +165,9 @@ def _run_schedule(
     config = get_model_config(model_chunks[0])
     packed = "packed_position_ids" in batch  # the rows of a micro-batch make one
     shapes = [(part.tokens, 1) if packed else (part.width, len(part.rows)) for part in plan]
+    # Stages of a pipeline must know where micro-batches differ in shape.
     pipeline = parallel_state.get_pipeline_model_parallel_world_size() > 1
+    exchanged = pipeline and len(set(shapes)) > 1
 
     # Each virtual pipeline chunk walks over the micro-batches with an iterator of its own.
     def iterator() -> Iterator[tuple[Batch, int]]:
@@ -176,7 +185,7 @@ def _run_schedule(
 
         return output, loss_function
 
-    with shapes_exchanged(config, pipeline and len(set(shapes)) > 1):
+    with changed([(config, "variable_seq_lengths", exchanged)]):
         results: list[Any] = get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=[iterator() for _ in model_chunks]
@@ -196,14 +205,7 @@ def broadcast_from_last_stage(value: Any) -> Any:
     """Return the `value` (any object) of the last pipeline stage on every stage."""
     if parallel_state.get_pipeline_model_parallel_world_size() == 1:
         return value
-    box = [value]
-    torch.distributed.broadcast_object_list(
-        box,
-        src=parallel_state.get_pipeline_model_parallel_last_rank(),
-        group=parallel_state.get_pipeline_model_parallel_group(),
-        device=get_device(),
-    )
-    return box[0]
+    return gathered(value, parallel_state.get_pipeline_model_parallel_group())[-1]
 
 
 def forward_backward(
@@ -222,7 +224,7 @@ def forward_backward(
     """Forward (and backward) of one global batch; all ranks call it. Returns (metrics, moments),
     summed over micro-batches and data-parallel ranks, equal on every rank: the scalars as numbers,
     the others as float64 tensors on the CPU. With gradients the metrics include the balance losses
-    of experts (`token_counts.py`), which are means.
+    of experts (`passes.py`), which are means.
 
     `UserError`: `micro_batch_size` does not divide B, or virtual pipelining needs another number
     of micro-batches. `NonFiniteError`: the loss or a gradient is NaN or infinite; on every rank,
@@ -268,7 +270,7 @@ def forward_backward(
         return metrics if forward_only else (loss * scale, {})
 
     if balanced:
-        forget_balance_losses()
+        take_balance_table()  # a failed pass, or a direct call of a router, may have filled it
     with torch.set_grad_enabled(not forward_only):
         _run_schedule(model_chunks, batch, plan, consume, model_inputs, forward_only=forward_only)
     metrics, moments = _sum_over_data_parallel(totals)
@@ -365,3 +367,88 @@ def _in_order(
         else:
             collected[places, : output.size(1)] = output
     return collected
+
+
+REMEDY = (
+    "No weight was changed. Look at the last values of loss and grad_norm in metrics.jsonl and at "
+    "the data of this step; lower model.optim.lr, clip gradients (trainer.*.gradient_clip_val), "
+    "and resume from the last good checkpoint."
+)
+NAMED_TENSORS = 3  # weights with wrong gradients that the message names
+
+
+@contextlib.contextmanager
+def naming_step(step: str) -> Iterator[None]:
+    """Put `step`, for example "update 12 of PPO step 3", in front of a `NonFiniteError`."""
+    try:
+        yield
+    except NonFiniteError as error:
+        raise NonFiniteError(f"{step}: {error}").with_traceback(error.__traceback__) from None
+
+
+def check_finite(
+    model_chunks: Sequence[torch.nn.Module],
+    loss: float,
+    shares: Sequence[torch.Tensor],
+    rows: Sequence[Sequence[int]],
+) -> None:
+    """Refuse a loss or a gradient that is NaN or infinite; all ranks call it after the reductions.
+    `NonFiniteError`, on every rank: names the samples or the weights.
+
+    Args:
+        model_chunks: of this stage; gradients only of those that are wrapped for training.
+        loss: of the global batch.
+        shares: scalars, this rank's part of the loss by micro-batch; empty except on the last
+            stage.
+        rows: places of the samples of each micro-batch in the share of this rank.
+    """
+    found = [not math.isfinite(loss), not _gradients_are_finite(model_chunks)]
+    wrong = torch.tensor(found, dtype=torch.int32, device=get_device())
+    all_reduce(wrong, op=dist.ReduceOp.MAX)
+    if not wrong.any():
+        return
+    bad_loss, bad_gradient = wrong.tolist()
+    mine = _where_loss_is_wrong(shares, rows), _weights_with_wrong_gradients(model_chunks)
+    by_rank = gathered(mine)
+    places = [place for place, _ in by_rank if place]
+    names = sorted({name for _, names in by_rank for name in names})
+    parts = []
+    if bad_loss:
+        where = f" ({'; '.join(dict.fromkeys(places))})" if places else ""
+        parts.append(f"the loss is {loss}{where}")
+    if bad_gradient:
+        more = f" and {len(names) - NAMED_TENSORS} more" if len(names) > NAMED_TENSORS else ""
+        parts.append(f"the gradient of {', '.join(names[:NAMED_TENSORS])}{more} is not finite")
+    raise NonFiniteError(f"{' and '.join(parts)}. {REMEDY}")
+
+
+def _gradients_are_finite(model_chunks: Sequence[torch.nn.Module]) -> bool:
+    for chunk in model_chunks:
+        if isinstance(chunk, DistributedDataParallel):
+            for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
+                # A finite norm proves finite elements and is cheap; others may have overflowed.
+                norm = torch.linalg.vector_norm(buffer.grad_data)
+                if not norm.isfinite() and not buffer.grad_data.isfinite().all():
+                    return False
+    return True
+
+
+def _weights_with_wrong_gradients(model_chunks: Sequence[torch.nn.Module]) -> list[str]:
+    return [
+        name.removeprefix("module.").removeprefix("module.")
+        for chunk in model_chunks
+        if isinstance(chunk, DistributedDataParallel)
+        for name, parameter in chunk.named_parameters()
+        if parameter.requires_grad and not parameter.main_grad.isfinite().all()
+    ]
+
+
+def _where_loss_is_wrong(
+    shares: Sequence[torch.Tensor], rows: Sequence[Sequence[int]]
+) -> str | None:
+    for share, samples in zip(shares, rows):
+        if not share.isfinite():
+            kind, named = "sample" + "s" * (len(samples) > 1), ", ".join(map(str, sorted(samples)))
+            rank = parallel_state.get_data_parallel_rank()
+            return f"first in {kind} {named} of the share of data-parallel rank {rank}"
+    return None

@@ -81,7 +81,7 @@ def wrap_with_ddp(
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=overlap,
         use_distributed_optimizer=OPTIMIZERS[optim_cfg.name].distributed,
-        # Megatron's check raises on one rank alone; training/finite.py on all of them.
+        # Megatron's check raises on one rank alone; training/megatron_steps.py on all of them.
         check_for_nan_in_grad=False,
         bucket_size=int(bucket_mb * 2**20 / 4) if bucket_mb else None,
     )
@@ -137,8 +137,15 @@ def is_pytorch_adam(optimizer: torch.optim.Optimizer | None) -> bool:
 
 def _start_states(optimizer: MegatronOptimizer) -> None:
     """Give every parameter its (zero) state of Adam or SGD with momentum now, for a checkpoint
-    before the first step. Megatron Core makes none for SGD, and no step count of PyTorch's Adam.
+    before the first step. Megatron Core makes none for SGD, and no step count of PyTorch's Adam,
+    which updates a weight in one pass on a CPU, also after a load.
     """
+    fused = get_device().type == "cpu"
+
+    def set_fused(inner: torch.optim.Optimizer) -> None:
+        for group in inner.param_groups:
+            group["fused"] = fused
+
     for part in chained_optimizers(optimizer):
         inner = part.optimizer
         if is_sgd(part):
@@ -155,21 +162,8 @@ def _start_states(optimizer: MegatronOptimizer) -> None:
                     "exp_avg": torch.zeros_like(parameter),
                     "exp_avg_sq": torch.zeros_like(parameter),
                 }
-
-
-def _fuse_adam(optimizer: MegatronOptimizer) -> None:
-    """Let PyTorch's Adam update a weight in one pass on a CPU, also after a load."""
-    fused = get_device().type == "cpu"
-
-    def set_fused(inner: torch.optim.Optimizer) -> None:
-        for group in inner.param_groups:
-            group["fused"] = fused
-
-    for part in chained_optimizers(optimizer):
-        inner = part.optimizer
-        if is_pytorch_adam(inner):
-            set_fused(inner)
-            inner.register_load_state_dict_post_hook(set_fused)
+        set_fused(inner)
+        inner.register_load_state_dict_post_hook(set_fused)
 
 
 def _start_momentum(inner: torch.optim.Optimizer, _config: OptimizerConfig) -> None:
@@ -199,9 +193,7 @@ def _parameter_groups(
 def build_optimizer(
     model_chunks: Sequence[DistributedDataParallel], optim_cfg: DictConfig, dtype: torch.dtype
 ) -> MegatronOptimizer:
-    """Of chunks of `wrap_with_ddp`, with weights of `dtype`; all ranks call it; errors as
-    there.
-    """
+    """Of chunks of `wrap_with_ddp`, with weights of `dtype`; all ranks call it; its errors."""
     check_optim(optim_cfg)
     kind = OPTIMIZERS[optim_cfg.name]
     config = _with_given_fields(
@@ -225,7 +217,6 @@ def build_optimizer(
         config, model_chunks, config_overrides=_parameter_groups(model_chunks, config)
     )
     _start_states(optimizer)
-    _fuse_adam(optimizer)
     return optimizer
 
 

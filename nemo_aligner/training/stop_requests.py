@@ -162,9 +162,7 @@ class StopRequests:
 
 
 def ignore_signals(_worker: int = 0) -> None:
-    """In a worker process that its job ends by other means: signals to the group are for the
-    job.
-    """
+    """In a worker process that its job ends by other means: signals to the group are the job's."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 

@@ -29,6 +29,7 @@ DOORS = {
     ),
     "models.nlp.gpt.megatron_gpt_reinforce_actor": "models.nlp.gpt.megatron_gpt_policy",
     "models.nlp.gpt.megatron_gpt_rs_actor": "models.nlp.gpt.megatron_gpt_policy",
+    "models.nlp.gpt.megatron_gpt_spin_model": "models.nlp.gpt.megatron_gpt_dpo_model",
     "models.nlp.gpt.reward_critic_clients": (
         "get_future_result=servers.futures:result_of_future servers.critic_client "
         "servers.scoring_clients"
@@ -53,13 +54,13 @@ DOORS = {
     "utils.config_schema": "config.inert_keys config.schema",
     "utils.config_utils": "config.checks config.defaults",
     "utils.config_values": "config.values",
-    "utils.context_parallel": "parallel.context_parallel",
+    "utils.context_parallel": "parallel.collectives",
     "utils.device": "parallel.device parallel.megatron_adaptation",
     "utils.dist_ckpt": "checkpoint.dist_ckpt",
-    "utils.distributed": "parallel.collectives parallel.vocab_parallel training.timers",
+    "utils.distributed": "parallel.collectives parallel.vocab_parallel training.schedule",
     "utils.errors": "core.errors",
-    "utils.expert_losses": "training.token_counts",
-    "utils.finite": "training.finite",
+    "utils.expert_losses": "training.passes",
+    "utils.finite": "training.megatron_steps",
     "utils.kl": "core.kl",
     "utils.loggers": "parallel.environment training.loggers",
     "utils.megatron_steps": "training.megatron_steps",
@@ -73,7 +74,7 @@ DOORS = {
     "utils.ports": "servers.ports",
     "utils.ppo_rules": "config.jobs.actors core.estimators",
     "utils.ppo_utils": "core.advantages core.kl core.losses core.tensors",
-    "utils.replicas": "parallel.replicas",
+    "utils.replicas": "checksum=parallel.collectives:checksum_of_shard parallel.collectives",
     "utils.resume_pair": "checkpoint.folders",
     "utils.reward_models": "config.server_rules",
     "utils.server_utils": (
@@ -81,7 +82,7 @@ DOORS = {
         "servers.triton_host"
     ),
     "utils.text_generation_utils": "generation.interface",
-    "utils.timers": "training.timers",
+    "utils.timers": "training.schedule",
     "utils.train_script_utils": (
         "launch.endings launch.experiment launch.model_loading launch.processes "
         "launch.script_steps training.loggers training.schedule"

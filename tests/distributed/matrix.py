@@ -41,6 +41,7 @@ from nemo_aligner.models.nlp.gpt.megatron_gpt_critic import MegatronGPTCriticMod
 from nemo_aligner.models.nlp.gpt.megatron_gpt_dpo_model import (
     MegatronGPTDPOModel,
     MegatronGPTKTOModel,
+    MegatronGPTSPINModel,
 )
 from nemo_aligner.models.nlp.gpt.megatron_gpt_knowledge_distillation import (
     GPTKnowledgeDistillationModel,
@@ -55,7 +56,6 @@ from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import (
     MegatronGPTRegressionRewardModel,
     MegatronGPTRewardModel,
 )
-from nemo_aligner.models.nlp.gpt.megatron_gpt_spin_model import MegatronGPTSPINModel
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.vocab_parallel import logprobs_and_entropy
 from nemo_aligner.training.megatron_steps import forward_collect

@@ -59,7 +59,7 @@ def weights(actor):
 
 
 def faults(tokenizer_dir):
-    from nemo_aligner.parallel.replicas import check_replicas
+    from nemo_aligner.parallel.collectives import check_replicas
 
     rank = torch.distributed.get_rank()
     found = {}
@@ -113,7 +113,7 @@ def other_splits(tokenizer_dir):
     """What is replicated over two ranks that share a sequence, tensors or experts."""
     from megatron.core.parallel_state import destroy_model_parallel
 
-    from nemo_aligner.parallel.replicas import check_replicas
+    from nemo_aligner.parallel.collectives import check_replicas
 
     splits = {"CP2": {"context_parallel_size": 2}, "EP2": {"expert_model_parallel_size": 2}}
     splits["EP2"] |= {"num_moe_experts": 2, "moe_ffn_hidden_size": 16}

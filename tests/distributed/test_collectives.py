@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megatron.core.parallel_state import destroy_model_parallel
 
 from nemo_aligner.parallel import collectives, parallel_state
-from nemo_aligner.training.timers import Timer
+from nemo_aligner.training.schedule import Timer
 from tests.distributed.launcher import run_ranks
 
 BIG = 2**53 + 1  # neither float32 nor float64 can hold it

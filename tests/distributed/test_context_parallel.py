@@ -17,7 +17,7 @@ from nemo_aligner.generation import GenerationParams
 from nemo_aligner.models.nlp.gpt.megatron_gpt_ppo_actor import MegatronGPTActorModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_rs_actor import MegatronGPTRSModel
 from nemo_aligner.parallel import parallel_state
-from nemo_aligner.parallel.context_parallel import gather_shares, share_positions, take_share
+from nemo_aligner.parallel.collectives import gather_shares, share_positions, take_share
 from tests.distributed import matrix, matrix_reload
 from tests.distributed.launcher import progress, run_ranks
 from tests.tiny_models import PPO, tiny_config

@@ -67,8 +67,8 @@ def built_on(kind):
     """Inside, all models are built on `kind`, and compute with it."""
     before = gpt_reward_model.GPTRewardModel.__bases__
     gpt_reward_model.GPTRewardModel.__bases__ = (kind,)
-    modules = (megatron_gpt_model, megatron_gpt_policy)
-    with changed([(module, "GPTModel", kind) for module in modules]):
+    own = megatron_gpt_model.MegatronGPTModel
+    with changed([(own, "module_class", kind), (megatron_gpt_policy, "GPTModel", kind)]):
         yield
     gpt_reward_model.GPTRewardModel.__bases__ = before
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from megatron.core.parallel_state import destroy_model_parallel
 
 from nemo_aligner.parallel import parallel_state
-from nemo_aligner.parallel.context_parallel import take_share
+from nemo_aligner.parallel.collectives import take_share
 from nemo_aligner.parallel.vocab_parallel import (
     candidate_logprobs,
     distributed_entropy,

@@ -11,8 +11,9 @@ import torch
 from nemo_aligner.algorithms import alarms
 from nemo_aligner.core.errors import NonFiniteError
 from nemo_aligner.core.types import Scores
-from nemo_aligner.parallel.replicas import CPU_PIECE, checksum
-from nemo_aligner.training.finite import naming_step
+from nemo_aligner.parallel.collectives import CPU_PIECE
+from nemo_aligner.parallel.collectives import checksum_of_shard as checksum
+from nemo_aligner.training.megatron_steps import naming_step
 
 NAN = float("nan")
 

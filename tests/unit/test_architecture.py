@@ -185,7 +185,7 @@ def test_a_folder_that_is_left_of_a_former_module_is_no_door(tmp_path, monkeypat
 
 
 # Modules that write down the time of day, or compare two clocks for the user.
-WALL_CLOCK = """doctor training.loggers training.timers report.elements
+WALL_CLOCK = """doctor training.loggers training.schedule report.elements
 core.endings data.nlp.chat_template launch.experiment"""
 
 

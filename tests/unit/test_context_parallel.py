@@ -7,7 +7,7 @@ tests/distributed/test_context_parallel.py.)
 import pytest
 import torch
 
-from nemo_aligner.parallel import context_parallel, parallel_state
+from nemo_aligner.parallel import collectives, parallel_state
 
 
 @pytest.mark.parametrize(
@@ -22,13 +22,13 @@ def test_share_of_each_rank(size, shares, monkeypatch):
     monkeypatch.setattr(parallel_state, "get_context_parallel_world_size", lambda: size)
     for rank, expected in enumerate(shares):
         monkeypatch.setattr(parallel_state, "get_context_parallel_rank", lambda rank=rank: rank)
-        assert context_parallel.share_positions(16).tolist() == expected
+        assert collectives.share_positions(16).tolist() == expected
         x = torch.arange(2 * 16).view(2, 16)
-        assert context_parallel.take_share(x, 1).tolist() == [expected, [16 + i for i in expected]]
-    assert context_parallel.width_multiple() == 2 * size
+        assert collectives.take_share(x, 1).tolist() == [expected, [16 + i for i in expected]]
+    assert collectives.width_multiple() == 2 * size
 
 
 def test_a_width_that_does_not_divide_is_refused(monkeypatch):
     monkeypatch.setattr(parallel_state, "get_context_parallel_world_size", lambda: 2)
     with pytest.raises(ValueError, match="a width of 6 is no multiple of 4"):
-        context_parallel.take_share(torch.zeros(3, 6), 1)
+        collectives.take_share(torch.zeros(3, 6), 1)

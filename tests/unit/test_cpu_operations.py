@@ -10,10 +10,9 @@ import torch.nn.functional as F
 from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.transformer.mlp import MLP
 
-from nemo_aligner.models.nlp.gpt.megatron_additions import RMSNorm
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
-from nemo_aligner.models.nlp.gpt.megatron_layers import SwiGLUMLP
-from nemo_aligner.parallel.cpu_operations import apply_rotary, rms_norm, swiglu
+from nemo_aligner.models.nlp.gpt.megatron_layers import RMSNorm, SwiGLUMLP
+from nemo_aligner.parallel.device import SwiGLU, apply_rotary, rms_norm
 from tests.tiny_models import tiny_config
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -40,11 +39,11 @@ def test_swiglu_gives_the_bits_of_separate_operations(dtype):
 
     x = random(5, 3, 14, dtype=dtype)
     expected = outputs_and_gradients(separate, x)
-    found = outputs_and_gradients(swiglu, x)
+    found = outputs_and_gradients(SwiGLU.apply, x)
     assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
     with torch.no_grad():
         kept = x.clone()
-        assert torch.equal(swiglu(x), expected[0]) and torch.equal(x, kept)
+        assert torch.equal(SwiGLU.apply(x), expected[0]) and torch.equal(x, kept)
 
 
 def test_rms_norm_is_that_of_pytorch():

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from nemo_aligner.parallel import cpu_operations
+from nemo_aligner.parallel import device
 
 ONEDNN = torch.backends.mkldnn.is_available() and torch.backends.mkl.is_available()
 pytestmark = pytest.mark.skipif(not ONEDNN, reason="this PyTorch has not both libraries")
@@ -18,13 +18,13 @@ REGISTERED = """
 import sys, warnings
 import torch
 warnings.simplefilter("error")
-from nemo_aligner.parallel import cpu_operations
-cpu_operations.vendor = lambda: "AuthenticAMD"
-cpu_operations.has_avx512 = lambda: False
-assert cpu_operations.take_products_from_mkl() is None
-cpu_operations.take_products_from_mkl.cache_clear()
-cpu_operations.has_avx512 = lambda: True
-assert cpu_operations.take_products_from_mkl() is not None
+from nemo_aligner.parallel import device
+device.vendor = lambda: "AuthenticAMD"
+device.has_avx512 = lambda: False
+assert device.take_products_from_mkl() is None
+device.take_products_from_mkl.cache_clear()
+device.has_avx512 = lambda: True
+assert device.take_products_from_mkl() is not None
 
 def names(function):
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
@@ -80,10 +80,10 @@ def test_products_and_their_gradients_are_those_of_pytorch():
 @pytest.mark.parametrize("dtype, bound", [(torch.float32, 2e-6), (torch.bfloat16, 8e-3)])
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_a_packed_weight_multiplies_as_the_weight(dtype, bound, with_bias):
-    if dtype == torch.bfloat16 and not cpu_operations.onednn_packs(dtype):
+    if dtype == torch.bfloat16 and not device.onednn_packs(dtype):
         pytest.skip("this CPU has no instructions for bfloat16")
     weight, bias = torch.randn(96, 64, dtype=dtype), torch.randn(96, dtype=dtype)
-    product = cpu_operations.packed_linear(weight, bias if with_bias else None)
+    product = device.packed_linear(weight, bias if with_bias else None)
     for rows in (1, 7, 300):
         x = torch.randn(2, rows, 64, dtype=dtype)
         expected = x.double() @ weight.double().t() + (bias.double() if with_bias else 0)
@@ -100,8 +100,8 @@ def test_a_packed_weight_multiplies_as_the_weight(dtype, bound, with_bias):
 )
 def test_vendor(tmp_path, text, vendor):
     (tmp_path / "cpuinfo").write_text(text)
-    assert cpu_operations.vendor(tmp_path / "cpuinfo") == vendor
-    assert cpu_operations.vendor(tmp_path / "none") == ""
+    assert device.vendor(tmp_path / "cpuinfo") == vendor
+    assert device.vendor(tmp_path / "none") == ""
 
 
 @pytest.fixture
@@ -109,12 +109,12 @@ def made_by(monkeypatch):
     """Takes the CPU for one of the given vendor."""
 
     def takes(vendor, dtype):
-        monkeypatch.setattr(cpu_operations, "vendor", lambda: vendor)
-        cpu_operations.onednn_packs.cache_clear()
-        return cpu_operations.onednn_packs(dtype)
+        monkeypatch.setattr(device, "vendor", lambda: vendor)
+        device.onednn_packs.cache_clear()
+        return device.onednn_packs(dtype)
 
     yield takes
-    cpu_operations.onednn_packs.cache_clear()
+    device.onednn_packs.cache_clear()
 
 
 def test_intel_keeps_mkl(made_by):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nemo_aligner.generation.split import _rank_lists
-from nemo_aligner.parallel.replicas import checksum_of_shard
+from nemo_aligner.parallel.collectives import checksum_of_shard
 
 POLICY = [[0, 1, 4, 5]]  # TP 2, PP 2 of a job whose ranks 2, 3, 6, 7 are another replica
 

@@ -18,7 +18,7 @@ from nemo_aligner.core.errors import UserError
 from nemo_aligner.parallel.environment import is_rank_zero
 from nemo_aligner.training import loggers
 from nemo_aligner.training.loggers import CustomLoggerWrapper
-from nemo_aligner.training.token_counts import forget_token_counts
+from nemo_aligner.training.passes import forget_token_counts
 from tests.ppo_fakes import FakeLogger, make_trainer
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nemo_aligner.core.tensors import counted_lengths
-from nemo_aligner.training.micro_batches import (
+from nemo_aligner.training.passes import (
     MicroBatch,
     fewest_micro_batches,
     plan_micro_batches,

@@ -7,8 +7,8 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from nemo_aligner.training import token_counts
-from nemo_aligner.training.token_counts import attended_pairs, pass_flops, peak_tflops
+from nemo_aligner.training import passes
+from nemo_aligner.training.passes import attended_pairs, pass_flops, peak_tflops
 from tests.distributed import matrix
 
 ROWS, WIDTH = 2, 12
@@ -49,16 +49,17 @@ def test_each_token_attends_to_itself_and_those_before():
 
 
 def test_speeds_are_of_what_is_no_padding(monkeypatch):
-    token_counts.forget_token_counts()
+    passes.forget_token_counts()
     for _ in range(2):
-        token_counts.count_tokens(token_counts.TRAIN, 4, 300, 400, 6 * 10**12)
-    monkeypatch.setattr(token_counts, "peak_of_this_card", lambda: 989.4)
-    names = {token_counts.FORWARD: "logprobs", token_counts.TRAIN: "train"}
-    tokens, speeds = token_counts.take_token_counts(names, {"train": 2.0, "logprobs": 0.0})
-    assert tokens == {"train_computed": 800, "train_real_fraction": 0.75}
+        passes.count_tokens(passes.TRAIN, 4, 300, 400, 6 * 10**12)
+    monkeypatch.setattr(passes, "peak_of_this_card", lambda: 989.4)
+    names = {passes.FORWARD: "logprobs", passes.TRAIN: "train"}
+    found = passes.token_metrics(names, {"train": 2.0, "logprobs": 0.0})
+    tokens = {"tokens/train_computed": 800, "tokens/train_real_fraction": 0.75}
     wanted = {"tokens_per_s": 300, "samples_per_s": 4, "tflops": 6, "mfu": 6 / 989.4}
-    assert speeds == pytest.approx({f"train_{name}": speed for name, speed in wanted.items()})
-    assert token_counts.take_token_counts(names, {}) == ({}, {})
+    speeds = {f"speed/train_{name}": speed for name, speed in wanted.items()}
+    assert found == pytest.approx(tokens | speeds)
+    assert passes.token_metrics(names, {}) == {}
 
 
 @pytest.mark.parametrize(

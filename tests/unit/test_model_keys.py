@@ -24,7 +24,7 @@ from nemo_aligner.config.parallel_rules import check_architecture
 from nemo_aligner.config.schema import CONFIG_NAMES, LIVE
 from nemo_aligner.core.errors import ConfigError
 from nemo_aligner.launch.model_loading import load_from_nemo
-from nemo_aligner.models.nlp.gpt import megatron_additions, megatron_config
+from nemo_aligner.models.nlp.gpt import megatron_config, megatron_layers
 from nemo_aligner.models.nlp.gpt.megatron_config import KERNELS, TRANSFORMER_ENGINE_KERNELS
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRewardModel
@@ -443,9 +443,9 @@ def test_a_window_needs_one_context_rank_under_transformer_engine(monkeypatch):
 YARN_KEYS = " ".join(f"{key}={value}" for key, value in YARN.items())
 CORE = "mcore_customization_config"
 TOGETHER = rows(f"""
-position_embedding_type=longrope -> 'longrope' is not supported; use rope
-position_embedding_type=yarn -> yarn_rotary_scaling_factor=None .*=yarn
-{YARN_KEYS} yarn_original_max_position_embeddings=null -> original_max_position_embeddings=None
+position_embedding_type=longrope -> 'longrope' must be one of rope, yarn
+position_embedding_type=yarn -> =yarn needs .*yarn_rotary_scaling_factor is not set
+{YARN_KEYS} yarn_original_max_position_embeddings=null -> max_position_embeddings is not set
 {YARN_KEYS} rotary_percentage=0.5 -> rotary_percentage=0.5 .*yarn
 {YARN_KEYS} rotary_interleaved=true -> rotary_interleaved=True .*set it to False
 {YARN_KEYS} seq_len_interpolation_factor=2.0 -> factor=2.0 .*set it to null
@@ -458,8 +458,8 @@ no_rope_freq=2 position_embedding_type=none -> no_rope_freq=2 with
 transformer_block_type=normformer -> norms stand where model.norm_position says
 qk_layernorm_all_heads=true -> qk_layernorm_all_heads=True needs
 rotary_base_local=100.0 -> rotary_base_local=100.0 needs model.window_size
-parallel_attention=true norm_position=both -> norm_position=both .*parallel_attention; set it to
-    before
+parallel_attention=true norm_position=both -> norm_position=both .*parallel_attention=True; set
+    it to before
 {CORE}.moe_expert_capacity_factor=1.0 -> moe_expert_capacity_factor=1.0 .*break a promise: .* the
     same numbers.* at any split
 {CORE}.fp32_residual_connection=true -> does not act there; set model.fp32_residual_connection
@@ -577,7 +577,7 @@ def test_zero_centered_norms_keep_the_last_bits_in_bf16(normalization):
     kind = megatron_config.NORMALIZATIONS[cfg.normalization]
     names = "layernorm_zero_centered_gamma", "sequence_parallel", "layernorm_bias"
     config = type("Config", (), {"normalization": kind, **dict.fromkeys(names, True)})
-    norm = megatron_additions.LocalNorm(config, 64, eps=1e-5)
+    norm = megatron_layers.LocalNorm(config, 64, eps=1e-5)
     assert torch.equal(norm.weight, torch.zeros(64)) and norm.weight.sequence_parallel
     norm = norm.bfloat16()
     torch.nn.init.normal_(norm.weight, std=1e-3)  # bf16 has no number between 1 and 1.0078

@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.data.nlp import builders
 from nemo_aligner.data.nlp import datasets as old_datasets
-from nemo_aligner.training.timers import ScopedTimer, SyncTimer, Timer
+from nemo_aligner.training.schedule import ScopedTimer, SyncTimer, Timer
 from nemo_aligner.utils import (
     batch_iterators,
     distributed,

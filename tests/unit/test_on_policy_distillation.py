@@ -32,7 +32,7 @@ from nemo_aligner.servers import schema
 from nemo_aligner.servers.schema import ReplyError, RequestError
 from nemo_aligner.servers.teachers import PolicyTeachers, TeacherLogits
 from nemo_aligner.servers.validation import validate_reply
-from nemo_aligner.training.timers import ScopedTimer
+from nemo_aligner.training.schedule import ScopedTimer
 from tests.oracles import trl_jsd
 from tests.ppo_fakes import FakeFuture
 from tests.tiny_models import tiny_config

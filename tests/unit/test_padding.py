@@ -8,7 +8,7 @@ import pytest
 import torch
 from megatron.core.transformer.moe.moe_utils import save_to_aux_losses_tracker
 
-from nemo_aligner.training import token_counts
+from nemo_aligner.training import passes
 from tests.cases import some_of
 from tests.distributed import matrix
 from tests.padded_runs import as_padded
@@ -24,14 +24,15 @@ CASES = [(*role, SIZES[(n + k) % 2]) for k in range(2) for n, role in enumerate(
 
 def counted(phase):
     """Metrics of the tokens that were computed since the last call."""
-    return token_counts.take_token_counts({phase: phase}, {})[0]
+    found = passes.token_metrics({phase: phase}, {})
+    return {name.removeprefix("tokens/"): number for name, number in found.items()}
 
 
 def numbers_of(model, role, reduction, masked_value, size=2):
-    counted(token_counts.TRAIN)
+    counted(passes.TRAIN)
     batch = matrix.global_batch(role, masked_value)
     loss = matrix.loss_and_gradient(model, batch, reduction, size)
-    computed = counted(token_counts.TRAIN)
+    computed = counted(passes.TRAIN)
     return {"loss": loss, "gradient": matrix.gradient(model)}, computed
 
 
@@ -53,11 +54,11 @@ def test_padding_that_is_not_computed_changes_nothing(
             assert apart < BOUND, (reduction, name, apart)
     with as_padded():
         expected = matrix.inferred(model, role)
-    padded = counted(token_counts.FORWARD)
+    padded = counted(passes.FORWARD)
     model.micro_batch_tokens = matrix.DYNAMIC_TOKENS if size == matrix.DYNAMIC else None
     found = matrix.inferred(model, role)
     if expected:
-        computed = counted(token_counts.FORWARD)["forward_computed"]
+        computed = counted(passes.FORWARD)["forward_computed"]
         assert computed < 0.9 * padded["forward_computed"]
     for name in expected:
         assert matrix.apart(found[name], expected[name]) < BOUND, name
@@ -66,11 +67,11 @@ def test_padding_that_is_not_computed_changes_nothing(
 def test_counts_of_tokens(tiny_tokenizer_dir, models):
     """8 samples of 66 tokens in all; sorted into threes 13, 12 | 10, 9, 7 | 6, 5, 4."""
     model, *_ = matrix.build(tiny_tokenizer_dir, models, "llama", "critic", {})
-    counted(token_counts.FORWARD)
+    counted(passes.FORWARD)
     model.infer((matrix.global_batch("critic", 0.0)["tokens"], matrix.LENGTHS))
     computed = {"forward_computed": 2 * 13 + 3 * 10 + 3 * 6, "forward_real_fraction": 66 / 74}
-    assert counted(token_counts.FORWARD) == computed
-    assert counted(token_counts.FORWARD) == {}
+    assert counted(passes.FORWARD) == computed
+    assert counted(passes.FORWARD) == {}
 
 
 def test_losses_that_balance_experts_see_all_padding(tiny_tokenizer_dir, models):

@@ -7,12 +7,13 @@ for.
 import pytest
 import torch
 
-from nemo_aligner.generation.sampling import (
+from nemo_aligner.generation.batch import (
     choose_tokens,
     invert_cdf,
     sample_uniforms,
     seen_tokens,
 )
+from nemo_aligner.generation.interface import GenerationParams
 from tests.naive_generation import naive_draw, naive_probabilities, naive_uniform, splitmix64
 
 INF = float("inf")
@@ -67,11 +68,14 @@ def test_choose_tokens_agrees_with_loops(options):
     too_short = torch.arange(rows) % 2 == 0
     chosen = choose_tokens(
         logits,
-        uniforms=uniforms,
-        temperature=options.get("temperature", 1.0),
-        top_k=options.get("top_k", 0),
-        top_p=options.get("top_p", 1.0),
-        repetition_penalty=options.get("penalty", 1.0),
+        GenerationParams(
+            1,
+            temperature=options.get("temperature", 1.0),
+            top_k=options.get("top_k", 0),
+            top_p=options.get("top_p", 1.0),
+            repetition_penalty=options.get("penalty", 1.0),
+        ),
+        uniforms,
         seen=seen_tokens(prompts, torch.full((rows,), 6), vocab),
         end_token_ids=torch.tensor(options.get("forbidden", []), dtype=torch.int64),
         too_short=too_short,
@@ -84,7 +88,7 @@ def test_choose_tokens_agrees_with_loops(options):
 
 def test_greedy_takes_the_likeliest_and_ignores_sampling():
     logits = random_logits(50, 30)
-    chosen = choose_tokens(logits, uniforms=None, temperature=9.0, top_k=3, top_p=0.1)
+    chosen = choose_tokens(logits, GenerationParams(1, temperature=9.0, top_k=3, top_p=0.1), None)
     assert chosen.tolist() == [max(range(30), key=row.__getitem__) for row in logits.tolist()]
 
 
@@ -93,5 +97,5 @@ def test_logits_that_are_not_finite_are_reported(uniforms):
     logits = torch.zeros(3, 4)
     logits[0, 2] = float("nan")
     logits[1] = -INF
-    assert choose_tokens(logits, uniforms=uniforms).tolist()[:2] == [-1, -1]
-    assert choose_tokens(logits, uniforms=uniforms)[2] >= 0
+    assert choose_tokens(logits, GenerationParams(1), uniforms).tolist()[:2] == [-1, -1]
+    assert choose_tokens(logits, GenerationParams(1), uniforms)[2] >= 0

@@ -13,7 +13,7 @@ from nemo_aligner.parallel import parallel_state
 from nemo_aligner.servers import requests
 from nemo_aligner.servers.admission import is_large
 from nemo_aligner.servers.scoring import Scorer, Turns
-from nemo_aligner.training.micro_batches import plan_micro_batches
+from nemo_aligner.training.passes import plan_micro_batches
 from tests.patience import patience, wait_until
 
 

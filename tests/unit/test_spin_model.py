@@ -19,7 +19,7 @@ from nemo_aligner.checkpoint.torch_dist_stream import TorchDistTensors
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.generation.decoding_model import DecodingModel
 from nemo_aligner.launch.model_loading import load_from_nemo
-from nemo_aligner.models.nlp.gpt.megatron_gpt_spin_model import MegatronGPTSPINModel
+from nemo_aligner.models.nlp.gpt.megatron_gpt_dpo_model import MegatronGPTSPINModel
 from tests.cases import some_of
 from tests.oracles import trl_dpo
 from tests.preference_jobs import (

@@ -8,14 +8,14 @@ from types import SimpleNamespace
 import pytest
 
 from nemo_aligner.core.errors import UserError
-from nemo_aligner.training import timers
-from nemo_aligner.training.timers import ScopedTimer, SyncTimer, Timer
+from nemo_aligner.training import schedule
+from nemo_aligner.training.schedule import ScopedTimer, SyncTimer, Timer
 
 
 @pytest.fixture
 def clock(monkeypatch):
     now = SimpleNamespace(s=100.0)
-    monkeypatch.setattr(timers.time, "monotonic", lambda: now.s)
+    monkeypatch.setattr(schedule.time, "monotonic", lambda: now.s)
     return now
 
 

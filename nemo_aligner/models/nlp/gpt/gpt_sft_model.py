@@ -26,7 +26,7 @@ from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.collectives import sum_over_dp
 from nemo_aligner.parallel.device import get_device
 from nemo_aligner.training.megatron_steps import Batch, forward_collect
-from nemo_aligner.training.micro_batches import micro_batch_group
+from nemo_aligner.training.passes import micro_batch_group
 
 # What `generate` uses where nothing is given: NeMo's defaults.
 DEFAULT_LENGTH_PARAMS = {"max_length": 30, "min_length": 0}

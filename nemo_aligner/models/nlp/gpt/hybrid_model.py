@@ -29,9 +29,7 @@ from nemo_aligner.parallel.megatron_switches import changed
 
 
 class _Layer:
-    """Builds a layer of a stage from its own specification, where a `HybridStack` has one for all
-    layers of a kind.
-    """
+    """Builds each layer from its own specification; a `HybridStack` has one for all of a kind."""
 
     def __new__(cls, specs: Any, layer_number: int, pp_layer_offset: int, **more: Any) -> Any:
         spec = specs[layer_number - pp_layer_offset - 1]

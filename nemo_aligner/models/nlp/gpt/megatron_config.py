@@ -5,6 +5,7 @@
 import dataclasses
 import functools
 import importlib.util
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -28,18 +29,88 @@ from nemo_aligner.config.inert_keys import (
 from nemo_aligner.config.megatron_fields import MODEL_REFUSED, core_errors, passed_fields
 from nemo_aligner.config.parallel_rules import UNEVEN, dtype_name
 from nemo_aligner.config.schema import LIVE
+from nemo_aligner.config.values import Values
 from nemo_aligner.core.errors import ConfigError
-from nemo_aligner.training.token_counts import expert_layers
+from nemo_aligner.training.passes import expert_layers
+
+# Of a complete section `model`; `Values.refuse` says how they read.
+_REFUSED = """
+model.position_embedding_type=yarn & ~model.yarn_rotary_scaling_factor or
+    model.yarn_rotary_scaling_factor<=0 | needs a positive number; {}
+model.position_embedding_type=yarn & ~model.yarn_original_max_position_embeddings or
+    model.yarn_original_max_position_embeddings<=0 | needs a positive number; {}
+model.rotary_percentage!=1 & model.position_embedding_type=yarn | is not supported with yarn; set
+    it to 1.0
+model.rotary_interleaved & model.position_embedding_type=yarn | is not supported with yarn; set it
+    to False
+model.seq_len_interpolation_factor!=null & model.position_embedding_type=yarn | is not supported
+    with yarn; set it to null
+model.scale_positional_embedding & model.position_embedding_type!=rope | with {}: set it to False
+model.rotary_base_local!=null & ~model.window_size or model.position_embedding_type!=rope|yarn |
+    needs model.window_size and model.position_embedding_type=rope or yarn; set it to null
+model.window_attn_skip_freq!=null & ~model.window_size | needs model.window_size; set it, or the
+    former to null
+model.no_rope_freq!=null & model.position_embedding_type!=rope|yarn | with {}; set it to null
+model.qk_layernorm_all_heads & !model.qk_layernorm | needs model.qk_layernorm=True
+model.qk_layernorm_all_heads & model.normalization!=rmsnorm | needs model.normalization=rmsnorm
+model.norm_position!=before & model.num_moe_experts or model.parallel_attention | is not supported
+    with {}; set it to before
+model.residual_multiplier!=1 & model.num_moe_experts or model.parallel_attention | is not supported
+    with {}; set it to 1.0
+model.parallel_attention & model.num_moe_experts | is not supported with {}; set it to False
+!model.layernorm_bias & model.num_moe_experts | is not supported with {}; set it to True
+model.openai_gelu & model.activation!=gelu|gelu_new|gelu_pytorch_tanh|fast-gelu|geglu|fast-geglu |
+    would replace {}; set it to False, or the activation to gelu or geglu
+model.bias_activation_fusion & model.activation=gelu|fast-gelu & !model.openai_gelu & !model.bias |
+    has no bias to fuse with {}; set it to False
+model.expert_model_parallel_size>1 & !model.num_moe_experts | , but {}; set it, or the former to 1
+model.moe_token_dispatcher_type!=alltoall & model.num_moe_experts | is not supported: only alltoall
+    lets ranks have different samples, as generation needs
+model.num_moe_experts & model.tensor_model_parallel_size>1 & !model.sequence_parallel | with
+    {model.tensor_model_parallel_size} needs model.sequence_parallel=True: without it Megatron Core
+    refuses to train
+model.num_moe_experts & model.tensor_model_parallel_size>1 & model.bias | with
+    {model.tensor_model_parallel_size} needs model.bias=False: experts that are split over
+    tensor-parallel ranks have no bias
+model.moe_shared_expert_intermediate_size & model.bias & model.num_moe_experts | needs
+    model.bias=False: shared experts have no bias
+model.moe_shared_expert_gate & ~model.moe_shared_expert_intermediate_size & model.num_moe_experts |
+    needs model.moe_shared_expert_intermediate_size; set it, or the gate to False
+model.moe_router_topk<1 or model.moe_router_topk>model.num_moe_experts & model.num_moe_experts |
+    must be from 1 to {}
+model.moe_router_topk=1 & !model.moe_router_pre_softmax & model.num_moe_experts | needs
+    model.moe_router_pre_softmax=True: the softmax over one expert is always 1, so the router would
+    never learn
+model.moe_router_load_balancing_type!=aux_loss|none & model.num_moe_experts | is not supported; use
+    aux_loss or none
+model.moe_aux_loss_coeff & model.moe_router_load_balancing_type=none & model.num_moe_experts | has
+    no effect with {model.moe_router_load_balancing_type}; set it to 0, or the type to aux_loss
+"""
 
 
-def layer_pattern(cfg: DictConfig, key: str, least: int, one: str) -> int | list[int]:
+def _check(cfg: DictConfig) -> None:
+    """Raise `ConfigError` for what Megatron Core cannot compute, or not alike at every split."""
+    read = {"rotary_base", "query_pre_attn_scalar", *re.findall(r"model\.(\w+)", _REFUSED)}
+    section = {name: to_plain(cfg[name]) for name in read if name in cfg}
+    section |= {name: str(cfg[name]).lower() for name in ("activation", "normalization")}
+    values = Values({"model": section})
+    values.choice("model.activation", tuple(ACTIVATIONS))
+    values.choice("model.normalization", tuple(NORMALIZATIONS))
+    values.choice("model.position_embedding_type", POSITION_EMBEDDINGS)
+    values.number("model.rotary_base", 0, above=True)
+    values.number("model.query_pre_attn_scalar", 0, above=True)
+    values.refuse(_REFUSED)
+    if cfg.num_moe_experts:
+        values.multiple("model.num_moe_experts", "model.expert_model_parallel_size", times={})
+
+
+def _layer_pattern(cfg: DictConfig, key: str, least: int, one: str) -> int | list[int] | None:
     """Checked `model.<key>` (`ConfigError`): period or pattern; a layer with 1 has or is `one`."""
-    given = cfg[key]
-    if OmegaConf.is_list(given):
-        given = list(given)
+    given = to_plain(cfg[key])
+    if isinstance(given, list):
         good = len(given) == cfg.num_layers and set(given) <= {0, 1}
     else:
-        good = type(given) is int and given >= least
+        good = given is None or (type(given) is int and given >= least)
     if not good:
         raise ConfigError(
             f"model.{key}={given!r} must be a whole number from {least} on, or a list with 1 "
@@ -49,17 +120,11 @@ def layer_pattern(cfg: DictConfig, key: str, least: int, one: str) -> int | list
 
 
 POSITION_EMBEDDINGS = ("rope", "yarn", "learned_absolute", "none")
-# Of `rope`, which Megatron Core's YaRN ignores: the value that changes nothing.
-NOT_WITH_YARN = {
-    "rotary_percentage": 1.0,
-    "rotary_interleaved": False,
-    "seq_len_interpolation_factor": None,
-}
 
 
 @dataclass
 class GPTConfig(TransformerConfig):
-    """`TransformerConfig` with what the layers of `megatron_additions` read."""
+    """`TransformerConfig` with what our layers read."""
 
     norm_position: str = "before"
     layernorm_bias: bool = True
@@ -92,70 +157,15 @@ class YarnTransformerConfig(GPTConfig):
 YARN_KEYS = [name for name in YarnTransformerConfig.__annotations__ if name.startswith("yarn_")]
 
 
-def yarn_settings(cfg: DictConfig) -> dict[str, Any]:
-    """Fields of `YarnTransformerConfig` alone; none for other positions. `ConfigError`: YaRN lacks
-    a value, or is combined with what Megatron Core leaves out of it.
+def _expert_settings(cfg: DictConfig) -> dict[str, Any]:
+    """No token is ever dropped, and the router computes in float32: a policy and its reference,
+    two ranks, training and decoding must choose the same experts.
     """
-    if cfg.position_embedding_type != "yarn":
-        return {}
-    for key in YARN_KEYS[:2]:
-        if cfg[key] is None or cfg[key] <= 0:
-            wrong = f"model.{key}={cfg[key]} must be a positive number"
-            raise ConfigError(f"{wrong} with model.position_embedding_type=yarn.")
-    for key, neutral in NOT_WITH_YARN.items():
-        if cfg[key] != neutral:
-            wanted = f"set it to {'null' if neutral is None else neutral}"
-            raise ConfigError(f"model.{key}={cfg[key]} is not supported with yarn; {wanted}.")
-    return {key: cfg[key] for key in YARN_KEYS}
-
-
-def position_arguments(cfg: DictConfig) -> dict[str, Any]:
-    """Arguments of `GPTModel` for its kind of positions; `ConfigError`: it is not supported."""
-    kind, base = cfg.position_embedding_type, cfg.rotary_base
-    if kind not in POSITION_EMBEDDINGS:
-        known = ", ".join(POSITION_EMBEDDINGS)
-        raise ConfigError(f"model.position_embedding_type={kind!r} is not supported; use {known}.")
-    if isinstance(base, bool) or not isinstance(base, int | float) or base <= 0:
-        raise ConfigError(
-            f"model.rotary_base={base!r} must be a positive number; that of layers with a window "
-            "is model.rotary_base_local."
-        )
-    if cfg.scale_positional_embedding and kind != "rope":
-        other = f"model.position_embedding_type={kind}"
-        raise ConfigError(f"model.scale_positional_embedding=True with {other}: set it to False.")
-    return dict(
-        max_sequence_length=cfg.max_position_embeddings,
-        position_embedding_type=kind,
-        rotary_percent=cfg.rotary_percentage,
-        rotary_base=base,
-        seq_len_interpolation_factor=cfg.seq_len_interpolation_factor,
-        rope_scaling=cfg.scale_positional_embedding,
-        rope_scaling_factor=cfg.scale_factor,
-    )
-
-
-def expert_settings(cfg: DictConfig) -> dict[str, Any]:
-    """Fields of `TransformerConfig` for a mixture of experts; none for a dense model.
-    `ConfigError`: Megatron Core cannot compute it, or it gives other results at another split.
-
-    No token is ever dropped, and the router computes in float32: a policy and its reference, two
-    ranks, training and decoding must choose the same experts.
-    """
-    if not cfg.num_moe_experts:
-        if cfg.expert_model_parallel_size > 1:
-            size = f"model.expert_model_parallel_size={cfg.expert_model_parallel_size}"
-            raise ConfigError(f"{size}, but model.num_moe_experts is not set; set it, or 1.")
-        return {}
-    _check_experts(cfg)
-    _check_shared_experts(cfg)
-    _check_router(cfg)
-    layers = layer_pattern(cfg, "moe_layer_freq", 1, "experts")
+    layers = _layer_pattern(cfg, "moe_layer_freq", 1, "experts")
     return dict(
         **{name: cfg[name] for name in SAME_EXPERT_NAMES},
         # A list of ones is 1: checkpoints name mixed layers otherwise.
         moe_layer_freq=1 if layers == [1] * cfg.num_layers else layers,
-        moe_shared_expert_gate=bool(cfg.moe_shared_expert_gate),
-        moe_router_pre_softmax=bool(cfg.moe_router_pre_softmax),
         moe_z_loss_coeff=cfg.moe_z_loss_coeff or None,
         moe_router_dtype="fp32",
         moe_grouped_gemm=False,
@@ -182,64 +192,6 @@ def check_expert_stages(config: TransformerConfig) -> None:
                 f"{config.moe_layer_freq}; use fewer than model.pipeline_model_parallel_size="
                 f"{config.pipeline_model_parallel_size} stages, or stages of other sizes."
             )
-
-
-def _check_shared_experts(cfg: DictConfig) -> None:
-    size = cfg.moe_shared_expert_intermediate_size
-    if size is not None and cfg.bias:
-        key = f"model.moe_shared_expert_intermediate_size={size}"
-        raise ConfigError(f"{key} needs model.bias=False: shared experts have no bias.")
-    if cfg.moe_shared_expert_gate and size is None:
-        raise ConfigError(
-            "model.moe_shared_expert_gate=True needs model.moe_shared_expert_intermediate_size; "
-            "set it, or the gate to False."
-        )
-
-
-def _check_experts(cfg: DictConfig) -> None:
-    experts, tp = cfg.num_moe_experts, cfg.tensor_model_parallel_size
-    if experts % cfg.expert_model_parallel_size:
-        raise ConfigError(
-            f"model.num_moe_experts={experts} must be a multiple of "
-            f"model.expert_model_parallel_size={cfg.expert_model_parallel_size}."
-        )
-    if cfg.moe_token_dispatcher_type != "alltoall":
-        raise ConfigError(
-            f"model.moe_token_dispatcher_type={cfg.moe_token_dispatcher_type!r} is not supported: "
-            "only alltoall lets ranks have different samples, as generation needs."
-        )
-    if tp > 1 and not cfg.sequence_parallel:
-        raise ConfigError(
-            f"model.num_moe_experts={experts} with model.tensor_model_parallel_size={tp} needs "
-            "model.sequence_parallel=True: without it Megatron Core refuses to train."
-        )
-    if tp > 1 and cfg.bias:
-        raise ConfigError(
-            f"model.num_moe_experts={experts} with model.tensor_model_parallel_size={tp} needs "
-            "model.bias=False: experts that are split over tensor-parallel ranks have no bias."
-        )
-
-
-def _check_router(cfg: DictConfig) -> None:
-    top_k, balancing = cfg.moe_router_topk, cfg.moe_router_load_balancing_type
-    if not 1 <= top_k <= cfg.num_moe_experts:
-        raise ConfigError(
-            f"model.moe_router_topk={top_k} must be from 1 to "
-            f"model.num_moe_experts={cfg.num_moe_experts}."
-        )
-    if top_k == 1 and not cfg.moe_router_pre_softmax:
-        raise ConfigError(
-            "model.moe_router_topk=1 needs model.moe_router_pre_softmax=True: the softmax over "
-            "one expert is always 1, so the router would never learn."
-        )
-    if balancing not in ("aux_loss", "none"):
-        key = f"model.moe_router_load_balancing_type={balancing!r}"
-        raise ConfigError(f"{key} is not supported; use aux_loss or none.")
-    if balancing == "none" and cfg.moe_aux_loss_coeff:
-        raise ConfigError(
-            f"model.moe_aux_loss_coeff={cfg.moe_aux_loss_coeff} has no effect with "
-            "model.moe_router_load_balancing_type=none; set it to 0, or the type to aux_loss."
-        )
 
 
 def tanh_gelu(x: Tensor) -> Tensor:
@@ -280,29 +232,36 @@ def use_transformer_engine() -> bool:
 # Keys that a dense model has as fields of `TransformerConfig`, and those of a mixture of experts.
 SAME_NAMES = """
     num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups add_qkv_bias
-    hidden_dropout attention_dropout rotary_interleaved init_method_std
+    hidden_dropout attention_dropout rotary_interleaved init_method_std layernorm_epsilon
+    qk_layernorm tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size
 """.split()
 SAME_EXPERT_NAMES = """
     num_moe_experts expert_model_parallel_size moe_router_topk moe_ffn_hidden_size
     moe_shared_expert_intermediate_size moe_router_load_balancing_type moe_aux_loss_coeff
-    moe_token_dispatcher_type
+    moe_token_dispatcher_type moe_shared_expert_gate moe_router_pre_softmax
 """.split()
 
 
 def build_transformer_config(cfg: DictConfig) -> TransformerConfig:
     """Megatron Core's configuration for a complete section; `ConfigError`: it is not supported."""
+    _check(cfg)
     dtype = torch_dtype(cfg.precision)
-    optional = {"kv_channels": cfg.kv_channels} if cfg.kv_channels else {}
-    yarn = yarn_settings(cfg)
+    yarn = {key: cfg[key] for key in YARN_KEYS if cfg.position_embedding_type == "yarn"}
     config_class = YarnTransformerConfig if yarn else GPTConfig
+    normalization = str(cfg.normalization).lower()
+    scale = cfg.query_pre_attn_scalar
     settings: dict[str, Any] = dict(
-        **{name: cfg[name] for name in SAME_NAMES},
-        **optional,
+        **{name: cfg[name] for name in (*SAME_NAMES, *ADDITIONS)},
+        kv_channels=cfg.kv_channels or None,
         **_activation_settings(cfg),
-        **_normalization_settings(cfg),
+        normalization=NORMALIZATIONS[normalization],
+        layernorm_zero_centered_gamma=normalization == "layernorm1p"
+        or cfg.layernorm_zero_centered_gamma,
         add_bias_linear=cfg.bias,
-        **_attention_settings(cfg),
-        **_additions(cfg),
+        softmax_scale=None if scale is None else scale**-0.5,
+        window_size=_window(cfg),
+        window_attn_skip_freq=_layer_pattern(cfg, "window_attn_skip_freq", 2, "window"),
+        no_rope_freq=_layers_without_rotation(cfg),
         **yarn,
         output_layer_init_method=None
         if cfg.use_scaled_init_method
@@ -318,19 +277,18 @@ def build_transformer_config(cfg: DictConfig) -> TransformerConfig:
         recompute_num_layers=cfg.activations_checkpoint_num_layers,
         **_parallel_settings(cfg),
         **_fusion_settings(cfg),
-        **expert_settings(cfg),
+        **(_expert_settings(cfg) if cfg.num_moe_experts else {}),
     )
     config = config_class(**settings)
     given = _given_fields(cfg, config)
     own_keys = set(ONLY).union(*LIVE.values())
     passed = passed_fields(given, config, settings, own_keys, MODEL_REFUSED)
-    if cfg.parallel_attention and "layernorm" in str(passed.get("recompute_modules")):
+    modules = passed.get("recompute_modules")
+    if cfg.parallel_attention and "layernorm" in str(modules):
         raise ConfigError("recompute_modules must not have layernorm with parallel_attention.")
-    if "recompute_modules" in passed and config.recompute_granularity != "selective":
-        raise ConfigError(
-            f"recompute_modules={passed['recompute_modules']} needs "
-            "model.activations_checkpoint_granularity=selective."
-        )
+    if modules is not None and config.recompute_granularity != "selective":
+        needed = "model.activations_checkpoint_granularity=selective"
+        raise ConfigError(f"recompute_modules={modules} needs {needed}.")
     if passed:
         with core_errors(passed):
             config = config_class(**settings, **passed)
@@ -343,98 +301,27 @@ def _activation_settings(cfg: DictConfig) -> dict[str, Any]:
     kernels compute the tanh form of GELU, so `bias_activation_fusion` chooses the form, here on
     every machine alike. A fused SwiGLU is the same function.
     """
-    name = str(cfg.activation).lower()
-    if name not in ACTIVATIONS:
-        known = sorted(ACTIVATIONS)
-        raise ConfigError(f"model.activation={name!r} is not supported; use one of {known}.")
-    function, gated = ACTIVATIONS[name]
-    if cfg.openai_gelu and function not in (F.gelu, tanh_gelu):
-        key = f"model.openai_gelu=True would replace model.activation={name}"
-        raise ConfigError(f"{key}; set it to False, or the activation to gelu or geglu.")
+    function, gated = ACTIVATIONS[str(cfg.activation).lower()]
     # Not of experts, which weigh their output inside the kernel.
-    fused = use_transformer_engine() and function is F.silu and gated and not cfg.num_moe_experts
+    has_kernels = use_transformer_engine() and not cfg.num_moe_experts
+    fused = has_kernels and function is F.silu and gated
     if function is F.gelu and cfg.bias_activation_fusion and not cfg.openai_gelu:
-        if not gated and not cfg.bias:
-            key = "model.bias_activation_fusion=True"
-            raise ConfigError(f"{key} has no bias to fuse with model.bias=False; set it to False.")
-        function = tanh_gelu
-        # Megatron Core has no such kernel for experts, and knows the others by `F.gelu`.
-        if use_transformer_engine() and not cfg.num_moe_experts:
-            fused, function = True, F.gelu
+        fused = has_kernels
+        function = F.gelu if fused else tanh_gelu  # Megatron Core knows its kernel by `F.gelu`
     elif cfg.openai_gelu:
         function = tanh_gelu
     return {
         "activation_func": function,
         "gated_linear_unit": gated,
-        "bias_activation_fusion": bool(fused),
+        "bias_activation_fusion": fused,
     }
 
 
-def _normalization_settings(cfg: DictConfig) -> dict[str, Any]:
-    name = str(cfg.normalization).lower()
-    if name not in NORMALIZATIONS:
-        key, known = f"model.normalization={cfg.normalization!r}", sorted(NORMALIZATIONS)
-        raise ConfigError(f"{key} is not supported; use one of {known}.")
-    return {
-        "normalization": NORMALIZATIONS[name],
-        "layernorm_zero_centered_gamma": name == "layernorm1p"
-        or bool(cfg.layernorm_zero_centered_gamma),
-        "layernorm_epsilon": cfg.layernorm_epsilon,
-        "qk_layernorm": bool(cfg.qk_layernorm),
-    }
-
-
-def _additions(cfg: DictConfig) -> dict[str, Any]:
-    settings = {name: cfg[name] for name in ADDITIONS}
-    if cfg.qk_layernorm_all_heads and not cfg.qk_layernorm:
-        raise ConfigError("model.qk_layernorm_all_heads=True needs model.qk_layernorm=True.")
-    if cfg.qk_layernorm_all_heads and str(cfg.normalization).lower() != "rmsnorm":
-        raise ConfigError("model.qk_layernorm_all_heads=True needs model.normalization=rmsnorm.")
-    if cfg.num_moe_experts or cfg.parallel_attention:
-        needed = {"norm_position": "before", "residual_multiplier": 1.0}
-        if cfg.num_moe_experts:
-            needed |= {"parallel_attention": False, "layernorm_bias": True}
-        for name, value in needed.items():
-            if settings[name] != value:
-                raise ConfigError(
-                    f"model.{name}={settings[name]} is not supported with experts, or with "
-                    f"model.parallel_attention; set it to {value}."
-                )
-    if cfg.rotary_base_local is not None and not (
-        cfg.window_size is not None and cfg.position_embedding_type in ("rope", "yarn")
-    ):
-        raise ConfigError(
-            f"model.rotary_base_local={cfg.rotary_base_local} needs model.window_size and "
-            "model.position_embedding_type=rope or yarn; set it to null."
-        )
-    return settings
-
-
-def _attention_settings(cfg: DictConfig) -> dict[str, Any]:
-    """Scale of the attention scores, windows, and layers without rotation."""
-    settings: dict[str, Any] = {"window_size": _window(cfg)}
-    scalar, freq = cfg.query_pre_attn_scalar, cfg.window_attn_skip_freq
-    if scalar is not None:
-        if isinstance(scalar, bool) or not isinstance(scalar, int | float) or scalar <= 0:
-            raise ConfigError(f"model.query_pre_attn_scalar={scalar!r} must be a positive number.")
-        settings["softmax_scale"] = scalar**-0.5
-    if freq is not None:
-        pattern = layer_pattern(cfg, "window_attn_skip_freq", 2, "window")
-        settings["window_attn_skip_freq"] = pattern
-        if cfg.window_size is None:
-            remedy = "needs model.window_size; set it, or the former to null."
-            raise ConfigError(f"model.window_attn_skip_freq={freq} {remedy}")
-    if cfg.no_rope_freq is not None:
-        pattern = layer_pattern(cfg, "no_rope_freq", 2, "no rotation")
-        if isinstance(pattern, int):
-            pattern = [int((layer + 1) % pattern == 0) for layer in range(cfg.num_layers)]
-        if cfg.position_embedding_type not in ("rope", "yarn"):
-            kind = f"model.position_embedding_type={cfg.position_embedding_type}"
-            raise ConfigError(
-                f"model.no_rope_freq={cfg.no_rope_freq} with {kind}; set it to null."
-            )
-        settings["no_rope_freq"] = pattern
-    return settings
+def _layers_without_rotation(cfg: DictConfig) -> list[int] | None:
+    pattern = _layer_pattern(cfg, "no_rope_freq", 2, "no rotation")
+    if isinstance(pattern, int):
+        return [int((layer + 1) % pattern == 0) for layer in range(cfg.num_layers)]
+    return pattern
 
 
 def _window(cfg: DictConfig) -> tuple[int, int] | None:
@@ -459,17 +346,13 @@ def _window(cfg: DictConfig) -> tuple[int, int] | None:
 
 
 def _parallel_settings(cfg: DictConfig) -> dict[str, Any]:
-    tp, virtual = cfg.tensor_model_parallel_size, cfg.virtual_pipeline_model_parallel_size
+    virtual = cfg.virtual_pipeline_model_parallel_size
     if virtual == 1:  # Megatron Core would demand two pipeline stages for it
         virtual = None
-    uneven = {key: cfg[key] for key in UNEVEN} if cfg.pipeline_model_parallel_size > 1 else {}
     return {
-        "tensor_model_parallel_size": tp,
-        "pipeline_model_parallel_size": cfg.pipeline_model_parallel_size,
-        **uneven,
+        **{key: cfg[key] for key in UNEVEN if cfg.pipeline_model_parallel_size > 1},
         "virtual_pipeline_model_parallel_size": virtual,
-        "context_parallel_size": cfg.context_parallel_size,
-        "sequence_parallel": bool(cfg.sequence_parallel) and tp > 1,
+        "sequence_parallel": bool(cfg.sequence_parallel) and cfg.tensor_model_parallel_size > 1,
         # Virtual stages with PP=2 get wrong gradients from batched p2p communication.
         "overlap_p2p_comm": virtual is not None,
         "batch_p2p_comm": virtual is None,

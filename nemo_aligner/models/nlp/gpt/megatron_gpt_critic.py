@@ -57,9 +57,7 @@ class MegatronGPTCriticModel(MegatronGPTRewardModel, CriticModelInterface):
         self.set_output_sequence_flag(True)
 
     def set_reward_model(self) -> None:
-        """Keep the present weights as the reward model, before a resume; `check_gives_rewards`'
-        errors.
-        """
+        """Keep the present weights as the reward model, before a resume; `check_gives_rewards`."""
         self.check_gives_rewards()
         self._rm_state_dict_cpu = self.weights_to_cpu(into=self._rm_state_dict_cpu)
 

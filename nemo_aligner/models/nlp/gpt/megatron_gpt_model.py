@@ -6,7 +6,7 @@ optimizer. Roles add losses; `nemo_aligner.training.megatron_steps` runs the pas
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from os import PathLike
 from pathlib import Path
 from typing import Any, NoReturn
@@ -31,17 +31,17 @@ from nemo_aligner.checkpoint.torch_dist_stream import TorchDistTensors
 from nemo_aligner.config.defaults import complete_model
 from nemo_aligner.config.inert_keys import check_model_keys
 from nemo_aligner.config.parallel_rules import check_pipeline_stages, count_vocab_rows
+from nemo_aligner.config.values import entries
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.core.losses import loss_count, loss_weights
 from nemo_aligner.core.tensors import counted_lengths
-from nemo_aligner.models.nlp.gpt.megatron_additions import add_to_module
 from nemo_aligner.models.nlp.gpt.megatron_config import (
     build_transformer_config,
-    position_arguments,
     torch_dtype,
 )
 from nemo_aligner.models.nlp.gpt.megatron_layers import (
     GPTModel,
+    add_to_module,
     build_layer_spec,
     compute_logits_batch_first,
     compute_swiglu_at_once,
@@ -59,25 +59,20 @@ from nemo_aligner.training.optim import (
     wrap_with_ddp,
 )
 
-_OF_LOSSES = """
-    get_forward_output_and_loss_func get_actor_forward_output_and_loss_func loss_func bt_loss_func
-    reg_loss_func split_output_tensor
-""".split()
-_OF_OUTPUTS = "get_forward_output_only_func get_logprob_output_only_func forward_step".split()
 _STEPS = "nemo_aligner.training.megatron_steps."
 # method -> what replaces it
 RETIRED_HOOKS = {
-    **dict.fromkeys(
-        _OF_LOSSES,
-        "override get_loss_and_metrics(batch, forward_only), which passes a loss function of "
-        f"plain tensors to {_STEPS}forward_backward",
-    ),
-    **dict.fromkeys(
-        _OF_OUTPUTS, f"use {_STEPS}forward_collect with an output function of plain tensors"
-    ),
-    "model_provider_func": (
-        "override module_provider(pre_process, post_process, vp_stage), which builds the module"
-    ),
+    name: instead
+    for names, instead in entries(f"""
+get_forward_output_and_loss_func get_actor_forward_output_and_loss_func loss_func bt_loss_func
+    reg_loss_func split_output_tensor | override get_loss_and_metrics(batch, forward_only), which
+    passes a loss function of plain tensors to {_STEPS}forward_backward
+get_forward_output_only_func get_logprob_output_only_func forward_step | use
+    {_STEPS}forward_collect with an output function of plain tensors
+model_provider_func | override module_provider(pre_process, post_process, vp_stage), which builds
+    the module
+""")
+    for name in names.split()
 }
 
 
@@ -139,6 +134,7 @@ class MegatronGPTModel(RetiredHooks, ModelPT):
     """
 
     CONFIG_NAME: str | None = None
+    module_class: Any = GPTModel  # of the chunks; roles with a head have another
     loss_reduction: str = "token"
     longest: int | None = None
     to_offload_adam_states = True
@@ -198,21 +194,27 @@ class MegatronGPTModel(RetiredHooks, ModelPT):
         return module
 
     def module_args(self) -> dict[str, Any]:
-        """Constructor arguments of `GPTModel` that come from the configuration."""
+        """Constructor arguments of `module_class` that come from the configuration."""
         cfg = self.cfg
         return dict(
             config=self.transformer_config,
             vocab_size=self.padded_vocab_size,
             parallel_output=True,
             share_embeddings_and_output_weights=cfg.share_embeddings_and_output_weights,
-            **position_arguments(cfg),
+            max_sequence_length=cfg.max_position_embeddings,
+            position_embedding_type=cfg.position_embedding_type,
+            rotary_percent=cfg.rotary_percentage,
+            rotary_base=cfg.rotary_base,
+            seq_len_interpolation_factor=cfg.seq_len_interpolation_factor,
+            rope_scaling=cfg.scale_positional_embedding,
+            rope_scaling_factor=cfg.scale_factor,
         )
 
     def module_provider(
         self, pre_process: bool, post_process: bool, vp_stage: int | None = None
     ) -> torch.nn.Module:
-        """The bare Megatron module of one chunk; roles with a head override it."""
-        return GPTModel(
+        """The bare Megatron module of one chunk."""
+        return self.module_class(
             transformer_layer_spec=build_layer_spec(self.transformer_config, vp_stage),
             pre_process=pre_process,
             post_process=post_process,
@@ -253,9 +255,7 @@ class MegatronGPTModel(RetiredHooks, ModelPT):
     def setup_megatron_optimization(
         self, max_steps: int
     ) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
-        """Wrap the chunks, build optimizer and schedule over the job's `max_steps`; all ranks call
-        it, once.
-        """
+        """Wrap chunks, build optimizer and schedule over `max_steps`; all ranks call it, once."""
         self.model = wrap_with_ddp(self.model, self.cfg.optim)
         for chunk in self.model:
             chunk.broadcast_params()  # replicas start equal, whatever they were loaded from
@@ -499,56 +499,50 @@ class MegatronGPTModel(RetiredHooks, ModelPT):
         (after `model.`) in `missing_ok` may be absent, as of a new head; they and `skip` keep
         initial values.
         """
-        sharded = self.sharded_weights()
         checkpoint = open_source(restore_path)
         with checkpoint.tensors() as source:
-            stored = source.shapes()
-            for chunk in sharded.values():
-                for name, tensor in list(chunk.items()):
-                    bare = name.removeprefix("model.")
-                    absent = bare.startswith(missing_ok) and tensor.key not in stored
-                    if absent or bare.startswith(skip):
-                        del chunk[name]
-            self.check_stored_weights(checkpoint, stored, sharded, strict)
-            for chunk in sharded.values():
-                for name, item in list(chunk.items()):
-                    if any(part.key not in stored for part in sharded_tensors(item)):
-                        del chunk[name]  # not strict: it keeps its initial value
-            loaded = load_weights(source, sharded)
-        self.load_sharded_weights(loaded, strict=strict and not missing_ok)
+            self.load_stored(checkpoint, source, strict, missing_ok, skip)
         self.restore_path = checkpoint.path
 
-    @staticmethod
-    def check_stored_weights(
-        path: str | PathLike[str],
-        stored: Mapping[str, tuple[int, ...]],
-        sharded: dict[str, dict[str, Any]],
+    def load_stored(
+        self,
+        path: PathLike[str],
+        source: TensorSource,
         strict: bool = True,
+        missing_ok: tuple[str, ...] = (),
+        skip: tuple[str, ...] = (),
     ) -> None:
-        """Raise `UserError` unless a checkpoint has `sharded`, in its shapes; `strict`: all."""
-        wanted = [
-            tensor
-            for chunk in sharded.values()
-            for item in chunk.values()
-            for tensor in sharded_tensors(item)
-        ]
-        missing = sorted({tensor.key for tensor in wanted} - set(stored))
+        """`load_nemo_weights` from the tensors of a checkpoint at `path`."""
+        sharded, stored = self.sharded_weights(), source.shapes()
+        missing = []
+        for chunk in sharded.values():
+            for name, item in list(chunk.items()):
+                bare, parts = name.removeprefix("model."), sharded_tensors(item)
+                absent = [part.key for part in parts if part.key not in stored]
+                if bare.startswith(skip) or absent:
+                    del chunk[name]  # it keeps its initial value
+                if not bare.startswith((*skip, *missing_ok)):
+                    missing += absent
+                for part in parts if name in chunk else ():
+                    self._check_shape(path, part, stored[part.key])
         if strict and missing:
+            missing = sorted(set(missing))
             raise UserError(
                 f"{path} lacks {len(missing)} weight(s) of this model, such as {missing[0]!r}: "
                 "compare its model_config.yaml."
             )
-        for tensor in wanted:
-            # Embedding tables may differ in their padding rows, which depend on the split.
-            if tensor.key not in stored or tensor.allow_shape_mismatch:
-                continue
-            shape = stored[tensor.key]
-            if shape != tuple(tensor.global_shape):
-                raise UserError(
-                    f"{path} holds {tensor.key} of shape {shape}, but this model's is "
-                    f"{tuple(tensor.global_shape)}; set its keys as in its model_config.yaml (for "
-                    "learned positions encoder_seq_length and max_position_embeddings)."
-                )
+        loaded = load_weights(source, sharded)
+        self.load_sharded_weights(loaded, strict=strict and not missing_ok)
+
+    @staticmethod
+    def _check_shape(path: PathLike[str], tensor: Any, shape: tuple[int, ...]) -> None:
+        # Embedding tables may differ in their padding rows, which depend on the split.
+        if not tensor.allow_shape_mismatch and shape != tuple(tensor.global_shape):
+            raise UserError(
+                f"{path} holds {tensor.key} of shape {shape}, but this model's is "
+                f"{tuple(tensor.global_shape)}; set its keys as in its model_config.yaml (for "
+                "learned positions encoder_seq_length and max_position_embeddings)."
+            )
 
     def check_checkpoint(self, folder: Path) -> None:
         """Check, on all ranks, that a checkpoint belongs to this model, before it is loaded."""

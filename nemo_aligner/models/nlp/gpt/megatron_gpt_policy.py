@@ -38,8 +38,7 @@ from nemo_aligner.models.alignable_interface import (
     PolicyWithReference,
 )
 from nemo_aligner.models.nlp.gpt.log_probs import LogProbsMixin, ReferencePolicyMixin
-from nemo_aligner.models.nlp.gpt.megatron_additions import add_to_module
-from nemo_aligner.models.nlp.gpt.megatron_layers import GPTModel, build_layer_spec
+from nemo_aligner.models.nlp.gpt.megatron_layers import GPTModel, add_to_module, build_layer_spec
 from nemo_aligner.parallel.collectives import sum_over_dp
 from nemo_aligner.parallel.device import get_device
 

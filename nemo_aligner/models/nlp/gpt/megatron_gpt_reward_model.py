@@ -9,6 +9,7 @@ Notation: B pairs (or N samples) on this data-parallel rank, S padded length, A 
 
 from collections.abc import Mapping
 from os import PathLike
+from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
@@ -20,6 +21,7 @@ from nemo_aligner.checkpoint.sources import open_source
 from nemo_aligner.config.defaults import complete_model
 from nemo_aligner.config.jobs.supervised import RewardModelType, reward_model_type, training_loss
 from nemo_aligner.config.server_rules import check_reward_standardization
+from nemo_aligner.config.values import Values, plain_dict
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.core.estimators import PREFERENCE_LOSSES
 from nemo_aligner.core.losses import loss_weights, preference_loss, regression_loss
@@ -32,7 +34,6 @@ from nemo_aligner.models.alignable_interface import Inferrable, SupervisedInterf
 from nemo_aligner.models.nlp.gpt.adapter_mixin import NLPAdapterModelMixin
 from nemo_aligner.models.nlp.gpt.gpt_reward_model import GPTRewardModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel, weights_of_samples
-from nemo_aligner.models.nlp.gpt.megatron_layers import build_layer_spec
 from nemo_aligner.parallel.collectives import sum_over_dp
 from nemo_aligner.parallel.device import get_device
 from nemo_aligner.training.megatron_steps import (
@@ -66,6 +67,8 @@ class MegatronGPTRewardModel(
     `ConfigError`: attribute weights or standardization that cannot work.
     """
 
+    module_class = GPTRewardModel
+
     def __init__(self, cfg: DictConfig, trainer: Trainer | None = None):
         super().__init__(cfg, trainer=trainer)
         self.has_trained_head = False
@@ -91,37 +94,22 @@ class MegatronGPTRewardModel(
             )
         check_reward_standardization(cfg)
 
+    # What the head gives is not what the loss compares; `Values.refuse` says how they read.
+    REFUSED_IN_TRAINING = """
+    model.output_sequence | makes a critic; set it to False to train a reward model
+    model.regression.num_attributes>1 & !model.regression.merge_attributes | : set it to 1, or
+        regression.merge_attributes=True, or model.reward_model_type=regression
+    NAME!=regression|regular_bt | needs the preference of each pair, which binary_ranking does not
+        read; set model.reward_model_type=regression, with lines {"text": ..., "label": [number,
+        ...]}
+    """
+
     @classmethod
     def check_training_config(cls, cfg: DictConfig) -> None:
         """Raise `ConfigError` unless what the head gives is what the loss of `cfg` compares."""
-        cfg = complete_model(cfg, cls.CONFIG_NAME)
-        if cfg.output_sequence:
-            remedy = "set it to False to train a reward model."
-            raise ConfigError(f"model.output_sequence=True makes a critic; {remedy}")
-        cls._check_attributes(cfg)
-        cls._check_loss(cfg)
-
-    @classmethod
-    def _check_loss(cls, cfg: DictConfig) -> None:
-        for key, name in (
-            ("model.loss_func", cfg.loss_func),
-            ("model.regression.loss_func", cfg.regression.loss_func),
-        ):
-            if name not in (None, "regression", "regular_bt"):
-                raise ConfigError(
-                    f"{key}={name} needs the preference of each pair, which binary_ranking does "
-                    "not read; set model.reward_model_type=regression, with lines "
-                    '{"text": ..., "label": [number, ...]}.'
-                )
-
-    @classmethod
-    def _check_attributes(cls, cfg: DictConfig) -> None:
-        regression = cfg.regression
-        if regression.num_attributes > 1 and not regression.merge_attributes:
-            raise ConfigError(
-                f"model.regression.num_attributes={regression.num_attributes}: set it to 1, or "
-                "regression.merge_attributes=True, or model.reward_model_type=regression."
-            )
+        values = Values({"model": plain_dict(complete_model(cfg, cls.CONFIG_NAME))})
+        for name in ("model.loss_func", "model.regression.loss_func"):
+            values.refuse(cls.REFUSED_IN_TRAINING, NAME=name)
 
     @classmethod
     def fresh_weights(cls) -> tuple[str, ...]:
@@ -157,16 +145,10 @@ class MegatronGPTRewardModel(
         self.has_trained_head = broadcast_from_last_stage(self.has_trained_head)
         self.has_trained_head &= not complete_model(source.stored_config(self.cfg)).output_sequence
 
-    def module_provider(
-        self, pre_process: bool, post_process: bool, vp_stage: int | None = None
-    ) -> GPTRewardModel:
+    def module_args(self) -> dict[str, Any]:
         cfg = self.cfg
         weights = cfg.regression.attribute_weights
-        return GPTRewardModel(
-            transformer_layer_spec=build_layer_spec(self.transformer_config, vp_stage),
-            pre_process=pre_process,
-            post_process=post_process,
-            vp_stage=vp_stage,
+        return super().module_args() | dict(
             output_sequence=cfg.output_sequence,
             use_avg_pool=cfg.use_avg_pool,
             head_dtype=torch.promote_types(
@@ -176,7 +158,6 @@ class MegatronGPTRewardModel(
             num_attributes=cfg.regression.num_attributes,
             merge_attributes=cfg.regression.merge_attributes,
             attributes_weights=None if weights is None else list(weights),
-            **self.module_args(),
         )
 
     def compared_rewards(self, output: Tensor) -> Tensor:
@@ -320,9 +301,17 @@ class MegatronGPTRegressionRewardModel(MegatronGPTRewardModel):
                 "regression reward model. Set it to False; see model.regression.attribute_weights."
             )
 
+    REFUSED_IN_TRAINING = """
+    model.output_sequence | makes a critic; set it to False to train a reward model
+    model.regression.merge_attributes | : merged attributes cannot be compared with labels; set it
+        to False for training, and to True for serving rewards
+    """
+
     @classmethod
-    def _check_loss(cls, cfg: DictConfig) -> None:
-        loss_func = training_loss(cfg)
+    def check_training_config(cls, cfg: DictConfig) -> None:
+        super().check_training_config(cfg)
+        cfg = complete_model(cfg, cls.CONFIG_NAME)
+        loss_func, attributes = training_loss(cfg), cfg.regression.num_attributes
         if loss_func not in PREFERENCE_LOSSES:
             return
         for key in ("micro_batch_size", "global_batch_size"):
@@ -331,19 +320,10 @@ class MegatronGPTRegressionRewardModel(MegatronGPTRewardModel):
                     f"model.{key}={cfg[key]} is odd, but counts samples, of which {loss_func} "
                     f"compares two; use {cfg[key] + 1}."
                 )
-        attributes = cfg.regression.num_attributes
         if 1 < attributes <= COMPARED_ATTRIBUTE:
             raise ConfigError(
                 f"model.regression.num_attributes={attributes}: {loss_func} compares by attribute "
                 f"{COMPARED_ATTRIBUTE} (the first is 0); use 1, or more than {COMPARED_ATTRIBUTE}."
-            )
-
-    @classmethod
-    def _check_attributes(cls, cfg: DictConfig) -> None:
-        if cfg.regression.merge_attributes:
-            raise ConfigError(
-                "model.regression.merge_attributes=True: merged attributes cannot be compared "
-                "with labels; set it to False for training, and to True for serving rewards."
             )
 
     def get_loss_and_metrics(  # type: ignore[override]  # it learns from other batches
