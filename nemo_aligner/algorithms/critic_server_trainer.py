@@ -31,7 +31,7 @@ from nemo_aligner.config.access import server_token
 from nemo_aligner.config.defaults import complete
 from nemo_aligner.config.server_rules import read_frontend
 from nemo_aligner.core.errors import ConfigError, SaveError, cause_of
-from nemo_aligner.core.interfaces import Logger
+from nemo_aligner.core.types import Logger
 from nemo_aligner.models.alignable_interface import CriticModelInterface
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.device import get_device

@@ -41,9 +41,16 @@ from nemo_aligner.algorithms.rollouts import (
     shares_of_global_batches,
 )
 from nemo_aligner.algorithms.training_loop import TRAIN_TABLE_ROWS, Parts, log_probs
-from nemo_aligner.core.interfaces import PendingScores, PromptIterator, PromptLoaderBuilder
 from nemo_aligner.core.tensors import sample_seeds
-from nemo_aligner.core.types import InferenceBatch, Rollout, RolloutBatch, Scores
+from nemo_aligner.core.types import (
+    InferenceBatch,
+    PendingScores,
+    PromptIterator,
+    PromptLoaderBuilder,
+    Rollout,
+    RolloutBatch,
+    Scores,
+)
 from nemo_aligner.models.alignable_interface import PolicyWithReference
 
 

@@ -4,7 +4,7 @@
 
 `PolicyGradientTrainer.generate_rollouts` and `PPOTrainer.learn` are the algorithm. The trainer
 uses the policy only through `AlignableGenerativeInterface` and the critic only through futures
-(`Critic` of `core/interfaces.py`). The ranks of one data-parallel (DP) replica hold equal batches
+(`Critic` of `core/types.py`). The ranks of one data-parallel (DP) replica hold equal batches
 and all call the same methods. `ppo_data.py` turns rewards into advantages. For estimators without
 a critic, an object that returns rewards only replaces it.
 
@@ -37,20 +37,22 @@ from nemo_aligner.config.values import Values
 from nemo_aligner.core.advantages import RunningMoments
 from nemo_aligner.core.errors import ConfigError
 from nemo_aligner.core.estimators import ADVANTAGE_ESTIMATORS
-from nemo_aligner.core.interfaces import (
+from nemo_aligner.core.types import (
     CheckpointWriter,
     Critic,
     Logger,
     Optimizer,
     Pending,
     PendingScores,
+    PPOTrainBatch,
     PromptIterator,
     PromptLoaderBuilder,
+    Rollout,
+    RolloutBatch,
     RunTimer,
     Scheduler,
     Teacher,
 )
-from nemo_aligner.core.types import PPOTrainBatch, Rollout, RolloutBatch
 from nemo_aligner.models.alignable_interface import PolicyWithReference
 from nemo_aligner.parallel.collectives import all_reduce_dict
 from nemo_aligner.training.finite import naming_step
@@ -121,12 +123,7 @@ class PPOTrainer(PolicyGradientTrainer):
         self.dynamic_sampling_rounds = int(cfg.dynamic_sampling_rounds)
         self.ppo_epochs = int(cfg.ppo_epochs)
         self.critic_warmup_steps = int(cfg.critic_warmup_steps)
-        self.data_settings = DataSettings.from_config(
-            cfg,
-            max_response_length=max_response_length,
-            advantages_of=advantages_of,
-            reward_weights=reward_weights,
-        )
+        self.data_settings = DataSettings(cfg, max_response_length, advantages_of, reward_weights)
         harm = self.data_settings.harm_of_kl_estimator()
         if harm and cfg.initial_policy_kl_penalty > 0:
             logging.warning(harm)

@@ -37,19 +37,20 @@ from nemo_aligner.algorithms.training_loop import Parts
 from nemo_aligner.config.defaults import complete
 from nemo_aligner.config.rollout_rules import check_compares_responses
 from nemo_aligner.core.advantages import calculate_rloo_baseline
-from nemo_aligner.core.interfaces import (
+from nemo_aligner.core.kl import calculate_kl_penalty
+from nemo_aligner.core.tensors import masked_sum
+from nemo_aligner.core.types import (
     CheckpointWriter,
     Logger,
     Optimizer,
     PromptIterator,
     PromptLoaderBuilder,
+    ReinforceTrainBatch,
     RewardSource,
+    RolloutBatch,
     RunTimer,
     Scheduler,
 )
-from nemo_aligner.core.kl import calculate_kl_penalty
-from nemo_aligner.core.tensors import masked_sum
-from nemo_aligner.core.types import ReinforceTrainBatch, RolloutBatch
 from nemo_aligner.models.alignable_interface import PolicyWithReference
 
 # Two of them are here in NeMo-Aligner.

@@ -34,8 +34,7 @@ from nemo_aligner.algorithms.rollouts import (
 )
 from nemo_aligner.algorithms.training_loop import Parts, TrainingLoop, scores_of
 from nemo_aligner.core.errors import ConfigError, UserError
-from nemo_aligner.core.interfaces import PendingScores, PromptSampler
-from nemo_aligner.core.types import InferenceBatch, Rollout, Scores
+from nemo_aligner.core.types import InferenceBatch, PendingScores, PromptSampler, Rollout, Scores
 from nemo_aligner.models.alignable_interface import AlignableGenerativeInterface
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.collectives import gathered

@@ -20,10 +20,16 @@ import torch
 from torch import Tensor
 
 from nemo_aligner.core.errors import ConfigError, UserError
-from nemo_aligner.core.interfaces import PendingScores, PromptLoader
 from nemo_aligner.core.tensors import create_mask, sample_seeds
 from nemo_aligner.core.tokenizer import Tokenizer
-from nemo_aligner.core.types import InferenceBatch, Rollout, RolloutBatch, Scores
+from nemo_aligner.core.types import (
+    InferenceBatch,
+    PendingScores,
+    PromptLoader,
+    Rollout,
+    RolloutBatch,
+    Scores,
+)
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.collectives import gathered, rebalance_nd_tensor
 from nemo_aligner.parallel.device import get_device

@@ -36,16 +36,19 @@ from nemo_aligner.algorithms.rollouts import (
 from nemo_aligner.algorithms.training_loop import TRAIN_TABLE_ROWS, Parts
 from nemo_aligner.config.jobs.actors import check_top_n
 from nemo_aligner.core.advantages import select_topk
-from nemo_aligner.core.interfaces import (
+from nemo_aligner.core.types import (
     CheckpointWriter,
+    InferenceBatch,
     Logger,
     Optimizer,
     PromptLoader,
     RewardSource,
+    Rollout,
+    RSTrainBatch,
     RunTimer,
     Scheduler,
+    Scores,
 )
-from nemo_aligner.core.types import InferenceBatch, Rollout, RSTrainBatch, Scores
 from nemo_aligner.models.alignable_interface import AlignableGenerativeInterface
 from nemo_aligner.parallel.collectives import sum_over_dp
 from nemo_aligner.parallel.device import get_device

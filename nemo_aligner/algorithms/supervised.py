@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from nemo_aligner.algorithms.training_loop import Parts, TrainingLoop
 from nemo_aligner.core.errors import ConfigError
-from nemo_aligner.core.interfaces import CheckpointWriter, Logger, Optimizer, RunTimer, Scheduler
+from nemo_aligner.core.types import CheckpointWriter, Logger, Optimizer, RunTimer, Scheduler
 from nemo_aligner.data.nlp.samplers import BatchSampler, MegatronPretrainingRandomBatchSampler
 from nemo_aligner.models.alignable_interface import SupervisedInterface
 from nemo_aligner.training.finite import naming_step

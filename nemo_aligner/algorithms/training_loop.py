@@ -25,16 +25,17 @@ from nemo_aligner.algorithms.alarms import Alarms
 from nemo_aligner.config.defaults import complete
 from nemo_aligner.core.endings import ExitCode, JobStopped
 from nemo_aligner.core.errors import SaveError, ServerRequestError, UserError, cause_of
-from nemo_aligner.core.interfaces import (
+from nemo_aligner.core.types import (
     CheckpointWriter,
     Critic,
     Logger,
     Optimizer,
     PendingScores,
+    Rollout,
     RunTimer,
     Scheduler,
+    Scores,
 )
-from nemo_aligner.core.types import Rollout, Scores
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.collectives import all_reduce_dict
 from nemo_aligner.parallel.device import get_device
@@ -281,7 +282,7 @@ def _prefixed(prefix: str, metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 # ------------------------------------------------------------------------- parts that a user wrote
-# NeMo-Aligner's interface of each part is enough, and what it lacks of `core/interfaces.py` is
+# NeMo-Aligner's interface of each part is enough, and what it lacks of `core/types.py` is
 # added; a complete part comes back as it is.
 
 

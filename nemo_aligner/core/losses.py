@@ -24,7 +24,6 @@ from torch.nn.functional import logsigmoid
 
 from nemo_aligner.core.estimators import (
     DISTILLATION_LOSSES,
-    DUAL_CLIPPED,
     LOSSES_OF_TOKENS,
     PREFERENCE_LOSSES,
     ROLLOUT_REDUCTIONS,
@@ -63,8 +62,7 @@ def loss_weights(
         samples = sum_over_dp(rows.any(1).sum(dtype=torch.float64)).clamp(min=1)
         denominator = samples * _count(rows, 1)
     elif reduction == "constant":
-        if not longest:
-            raise ValueError(f"longest={longest}: {reduction!r} needs one")
+        assert longest
         samples = torch.full((), rows.shape[0], dtype=torch.float64, device=mask.device)
         denominator = sum_over_dp(samples) * longest
     elif reduction == "microbatch":
@@ -158,18 +156,10 @@ def ppo_actor_loss(
         k3); `scaled_entropy` (bonus times mean entropy); with `dual_clip`, `dual_clip_fraction`
         (share of slots whose gradient it removes); with `kl_loss_coef`, `kl_loss` (the mean
         estimate, without the coefficient); with `entropy`, `entropy`.
-
-    Raises:
-        ValueError: a tensor that a coefficient needs is missing, `dual_clip` is not above 1 or
-            belongs to another loss, or the estimator or the policy loss is unknown.
     """
     logprobs, prev_logprobs, advantages = (
         kept(x, weights) for x in (logprobs, prev_logprobs, advantages)
     )
-    if policy_loss not in SURROGATES:
-        raise ValueError(
-            f"policy_loss={policy_loss!r} is unknown; choose one of {', '.join(SURROGATES)}"
-        )
     mask = (weights != 0).to(logprobs)
     high = ratio_eps if ratio_eps_high is None else ratio_eps_high
     tokens = Tokens(logprobs, prev_logprobs, advantages, mask, ratio_eps, high)
@@ -183,25 +173,18 @@ def ppo_actor_loss(
     if policy_loss in LOSSES_OF_TOKENS:
         metrics["ppo_ratio_clamped"] = rho.clamp(1.0 - ratio_eps, 1.0 + high)
     if dual_clip is not None:
-        if policy_loss not in DUAL_CLIPPED:
-            raise ValueError(f"dual_clip={dual_clip} is a bound for {', '.join(DUAL_CLIPPED)}")
-        surrogate, metrics["dual_clip_fraction"] = _dual_clip(surrogate, advantages, dual_clip)
+        bound = -advantages * dual_clip
+        bounded = (advantages < 0) & (surrogate > bound)
+        surrogate = torch.where(bounded, bound, surrogate)
+        metrics["dual_clip_fraction"] = bounded
     if surrogate_of is not None:
         inputs = {"logprobs": logprobs, "prev_logprobs": prev_logprobs}
-        surrogate = surrogate_of(**inputs, advantages=advantages, mask=mask)
-        if surrogate.shape != logprobs.shape:
-            raise ValueError(
-                f"the loss of tokens has the shape {list(surrogate.shape)}, not that of their "
-                f"log-probs, {list(logprobs.shape)}"
-            )
-        surrogate = kept(surrogate, weights)
+        surrogate = kept(surrogate_of(**inputs, advantages=advantages, mask=mask), weights)
     if old_kl_coefs is not None:
         surrogate = surrogate + kept(old_kl_coefs, weights) * tokens.log_ratio.abs()
     loss = (weights * surrogate).sum()
     if kl_loss_coef:
-        if ref_logprobs is None:
-            needed = "the log-probs of the reference policy"
-            raise ValueError(f"kl_loss_coef={kl_loss_coef} needs {needed}")
+        assert ref_logprobs is not None, f"kl_loss_coef={kl_loss_coef} needs ref_logprobs"
         reference = kept(ref_logprobs, weights)
         kl = calculate_kl_penalty(logprobs, reference, estimator=kl_loss_estimator)
         loss = loss + kl_loss_coef * (weights * kl).sum()
@@ -210,22 +193,11 @@ def ppo_actor_loss(
     if entropy is not None:
         metrics["entropy"] = kept(entropy, weights)
     if entropy_bonus:  # without it the entropy needs no backward pass
-        if entropy is None:
-            raise ValueError(f"entropy_bonus={entropy_bonus} needs the entropy of each slot")
         scaled_entropy = entropy_bonus * (weights * metrics["entropy"]).sum()
         loss = loss - scaled_entropy
     shares = weights if metric_weights is None else metric_weights
     means = {name: (shares * value.detach()).sum() for name, value in metrics.items()}
     return loss, {"loss": loss.detach(), "scaled_entropy": scaled_entropy.detach(), **means}
-
-
-def _dual_clip(surrogate: Tensor, advantages: Tensor, limit: float) -> tuple[Tensor, Tensor]:
-    """`surrogate`, at most -A * limit where A < 0; and where that bounds it (bool)."""
-    if not limit > 1:
-        raise ValueError(f"dual_clip={limit} must be above 1 (or None: off)")
-    bound = -advantages * limit
-    bounded = (advantages < 0) & (surrogate > bound)
-    return torch.where(bounded, bound, surrogate), bounded
 
 
 def reinforce_loss(

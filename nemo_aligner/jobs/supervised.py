@@ -17,8 +17,8 @@ from nemo_aligner.config.jobs.supervised import (
 )
 from nemo_aligner.config.values import Values, resolved
 from nemo_aligner.core.errors import UserError
+from nemo_aligner.launch.endings import long_imports
 from nemo_aligner.launch.job_entry import job_main
-from nemo_aligner.launch.start_up import long_imports
 
 if TYPE_CHECKING:
     from nemo.collections.common.tokenizers.tokenizer_spec import TokenizerSpec

@@ -16,8 +16,7 @@ from omegaconf import DictConfig
 from torch import Tensor
 
 from nemo_aligner.config.server_rules import read_teachers
-from nemo_aligner.core.interfaces import PendingScores
-from nemo_aligner.core.types import Rollout, Scores
+from nemo_aligner.core.types import PendingScores, Rollout, Scores
 from nemo_aligner.parallel.device import get_device
 from nemo_aligner.servers import schema
 from nemo_aligner.servers.futures import (

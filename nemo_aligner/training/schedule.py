@@ -9,7 +9,7 @@ from nemo.utils import logging
 from omegaconf import DictConfig
 
 from nemo_aligner.core.errors import ConfigError, UserError
-from nemo_aligner.core.interfaces import PromptSampler
+from nemo_aligner.core.types import PromptSampler
 
 
 def compute_limit_batches(number_of_batches: int, limit_batches: int | float | None) -> int:

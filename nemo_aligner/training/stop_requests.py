@@ -22,7 +22,7 @@ from nemo_aligner.core.endings import ExitCode, JobStopped, note_ending, progres
 from nemo_aligner.parallel.environment import is_rank_zero
 
 if TYPE_CHECKING:
-    from nemo_aligner.core.interfaces import RunTimer
+    from nemo_aligner.core.types import RunTimer
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 # One request may arrive twice: a launcher hands on what the process got with its group already.

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from nemo_aligner.core.endings import progress
 from nemo_aligner.core.errors import ConfigError
-from nemo_aligner.core.interfaces import Logger
+from nemo_aligner.core.types import Logger
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.collectives import all_reduce
 from nemo_aligner.parallel.device import get_device
