@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,11 +27,12 @@ from torch import Tensor
 
 from nemo_aligner.algorithms.alarms import Alarms
 from nemo_aligner.algorithms.training_loop import complete_outputs
+from nemo_aligner.checkpoint.checkpointing import CheckpointCallback
 from nemo_aligner.config.access import server_token
 from nemo_aligner.config.defaults import complete
 from nemo_aligner.config.server_rules import read_frontend
 from nemo_aligner.core.errors import ConfigError, SaveError, cause_of
-from nemo_aligner.core.types import Logger
+from nemo_aligner.core.types import Optimizer, Scheduler
 from nemo_aligner.models.alignable_interface import CriticModelInterface
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.device import get_device
@@ -57,16 +58,10 @@ from nemo_aligner.servers.server_loop import (
 )
 from nemo_aligner.servers.validation import read_request_id, validate_training_inputs
 from nemo_aligner.training.finite import naming_step
-from nemo_aligner.training.loggers import named
+from nemo_aligner.training.loggers import CustomLoggerWrapper, named
 from nemo_aligner.training.optim import train_on_batch
 from nemo_aligner.training.timers import logged_phase
 from nemo_aligner.training.token_counts import FORWARD, TRAIN, token_metrics
-
-if TYPE_CHECKING:
-    from megatron.core.optimizer import MegatronOptimizer
-    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-
-    from nemo_aligner.checkpoint.checkpointing import CheckpointCallback
 
 # Number of critic_train replies that are kept for clients that repeat a request.
 REMEMBERED_REQUESTS = 64
@@ -96,10 +91,10 @@ class CriticServerTrainer:
         self,
         cfg: DictConfig,
         model: CriticModelInterface,
-        optimizer: "MegatronOptimizer",
-        scheduler: "OptimizerParamScheduler",
-        logger: Logger,
-        ckpt_callback: "CheckpointCallback",
+        optimizer: Optimizer,
+        scheduler: Scheduler,
+        logger: CustomLoggerWrapper,
+        ckpt_callback: CheckpointCallback,
         tokenize_func: Callable[[list[str]], tuple[Any, Any]],
         gbs: int,
         model_forward_micro_batch_size: int,
@@ -227,35 +222,23 @@ class CriticServerTrainer:
         arrays = self._check_training(inputs)
         if request_id is not None and request_id in self._replies:
             logging.warning(f"critic_train: request {request_id} came again: no second update")
-            return self._reply_to(request_id)
+            return _answer(request_id, self._replies[request_id])
         whole = self._put_together(request_id, piece, arrays)
         if whole is None:
             return {"loss_mean": np.array([np.nan], dtype=np.float32)}
         with self._scorer.turns.changing():
-            if request_id is None:
-                return self._submit(ServerSignal.TRAIN, whole)
-            self._train_once(request_id, whole)
-        return self._reply_to(request_id)
-
-    def _reply_to(self, request_id: str) -> Arrays:
-        reply = self._replies[request_id]
-        if isinstance(reply, Exception):
-            raise OperationFailedError(
-                f"request {request_id} failed halfway and is not repeated: {cause_of(reply)}"
-            ) from reply
-        return reply
-
-    def _train_once(self, request_id: str, arrays: Arrays) -> None:
-        step = self.step
-        try:
-            reply: Arrays | Exception = self._submit(ServerSignal.TRAIN, arrays)
-        except Exception as error:
-            if self.step == step:
-                raise
-            reply = error
-        self._replies[request_id] = reply
-        if len(self._replies) > REMEMBERED_REQUESTS:
-            self._replies.popitem(last=False)
+            step = self.step
+            try:
+                reply: Arrays | Exception = self._submit(ServerSignal.TRAIN, whole)
+            except Exception as error:
+                if request_id is None or self.step == step:  # in the latter case it may come again
+                    raise
+                reply = error
+        if request_id is not None:
+            self._replies[request_id] = reply
+            if len(self._replies) > REMEMBERED_REQUESTS:
+                self._replies.popitem(last=False)
+        return _answer(request_id, reply)
 
     def _put_together(
         self, request_id: str | None, piece: Array | None, arrays: Arrays
@@ -339,26 +322,22 @@ class CriticServerTrainer:
         """Return values [n, S] and, when combined, rewards [n, 1] of this rank's samples."""
         if not self.combine_rm_and_critic_server:
             return self._score_values(tokens, lengths)
-        with self._scoring():
-            rewards, values = self.model.infer_rm_critic((tokens, lengths))
-            return {"rewards": torch.as_tensor(rewards).reshape(-1, 1), "values": values}
+        rewards, values = self._scored(self.model.infer_rm_critic, tokens, lengths)
+        return {"rewards": torch.as_tensor(rewards).reshape(-1, 1), "values": values}
 
     def _score_values(self, *samples: Tensor | None) -> dict[str, Tensor]:
-        with self._scoring():
-            return {"values": self.model.infer(samples[:2])}
+        return {"values": self._scored(self.model.infer, *samples)}
 
     def _score_rewards(self, *samples: Tensor | None) -> dict[str, Tensor]:
-        with self._scoring():
-            rewards = self.model.infer_rewards(samples[:2])
-            return {"rewards": torch.as_tensor(rewards).reshape(-1, 1)}
+        rewards = self._scored(self.model.infer_rewards, *samples)
+        return {"rewards": torch.as_tensor(rewards).reshape(-1, 1)}
 
-    @contextlib.contextmanager
-    def _scoring(self) -> Iterator[None]:
+    def _scored(self, infer: Callable[..., Any], *samples: Tensor | None) -> Any:
         with (
             logged_phase(self.logger, self.step, "score"),
             self._prepared(self.model.prepare_for_inference, self.model.finish_inference),
         ):
-            yield
+            return infer(samples[:2])
 
     def _check_training(self, inputs: Inputs) -> Arrays:
         names = ("tokens", "returns", "prev_values", "mask")
@@ -487,3 +466,11 @@ class CriticServerTrainer:
             self.saved_step, self.actor_step = save.step, save.actor_step
             self._written = save.step, save.actor_step
             save.outcome.set_result(None)
+
+
+def _answer(request_id: str | None, reply: Arrays | Exception) -> Arrays:
+    if isinstance(reply, Exception):
+        raise OperationFailedError(
+            f"request {request_id} failed halfway and is not repeated: {cause_of(reply)}"
+        ) from reply
+    return reply

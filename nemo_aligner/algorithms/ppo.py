@@ -33,14 +33,13 @@ from nemo_aligner.algorithms.ppo_data import (
 from nemo_aligner.algorithms.rollout_trainer import VALIDATION_STEP
 from nemo_aligner.algorithms.rollouts import PPORolloutBatch, compute_num_rollout_microbatches
 from nemo_aligner.algorithms.training_loop import Parts, complete_critic
+from nemo_aligner.checkpoint.checkpointing import CheckpointCallback
 from nemo_aligner.config.values import Values
 from nemo_aligner.core.advantages import RunningMoments
 from nemo_aligner.core.errors import ConfigError
 from nemo_aligner.core.estimators import ADVANTAGE_ESTIMATORS
 from nemo_aligner.core.types import (
-    CheckpointWriter,
     Critic,
-    Logger,
     Optimizer,
     Pending,
     PendingScores,
@@ -49,13 +48,14 @@ from nemo_aligner.core.types import (
     PromptLoaderBuilder,
     Rollout,
     RolloutBatch,
-    RunTimer,
     Scheduler,
     Teacher,
 )
 from nemo_aligner.models.alignable_interface import PolicyWithReference
 from nemo_aligner.parallel.collectives import all_reduce_dict
 from nemo_aligner.training.finite import naming_step
+from nemo_aligner.training.loggers import CustomLoggerWrapper
+from nemo_aligner.training.timers import Timer
 
 # The other two are here in NeMo-Aligner.
 __all__ = ["PPORolloutBatch", "PPOTrainer", "compute_num_rollout_microbatches"]
@@ -78,9 +78,9 @@ class PPOTrainer(PolicyGradientTrainer):
         collate_fn: Any,
         rm_critic: Critic,
         batch_iterator_cls: PromptIterator,
-        logger: Logger,
-        ckpt_callback: CheckpointWriter,
-        run_timer: RunTimer,
+        logger: CustomLoggerWrapper,
+        ckpt_callback: CheckpointCallback,
+        run_timer: Timer,
         num_rollouts_per_prompt: int = 1,
         max_response_length: int | None = None,
         kl_loss_coef: float = 0.0,

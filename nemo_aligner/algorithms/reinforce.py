@@ -34,24 +34,24 @@ from nemo_aligner.algorithms.rollouts import (
     response_mask,
 )
 from nemo_aligner.algorithms.training_loop import Parts
+from nemo_aligner.checkpoint.checkpointing import CheckpointCallback
 from nemo_aligner.config.defaults import complete
 from nemo_aligner.config.rollout_rules import check_compares_responses
 from nemo_aligner.core.advantages import calculate_rloo_baseline
 from nemo_aligner.core.kl import calculate_kl_penalty
 from nemo_aligner.core.tensors import masked_sum
 from nemo_aligner.core.types import (
-    CheckpointWriter,
-    Logger,
     Optimizer,
     PromptIterator,
     PromptLoaderBuilder,
     ReinforceTrainBatch,
     RewardSource,
     RolloutBatch,
-    RunTimer,
     Scheduler,
 )
 from nemo_aligner.models.alignable_interface import PolicyWithReference
+from nemo_aligner.training.loggers import CustomLoggerWrapper
+from nemo_aligner.training.timers import Timer
 
 # Two of them are here in NeMo-Aligner.
 __all__ = ["ReinforceRolloutBatch", "ReinforceTrainer", "compute_num_rollout_microbatches"]
@@ -76,9 +76,9 @@ class ReinforceTrainer(PolicyGradientTrainer):
         collate_fn: Any,
         rm: RewardSource,
         batch_iterator_cls: PromptIterator,
-        logger: Logger,
-        ckpt_callback: CheckpointWriter,
-        run_timer: RunTimer,
+        logger: CustomLoggerWrapper,
+        ckpt_callback: CheckpointCallback,
+        run_timer: Timer,
     ):
         """As `PPOTrainer`; the number of responses to a prompt stands in `cfg`. `ConfigError`:
         values of `trainer.reinforce` and `model.reinforce` that cannot work together.

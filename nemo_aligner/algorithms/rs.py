@@ -34,25 +34,25 @@ from nemo_aligner.algorithms.rollouts import (
     shares_of_global_batches,
 )
 from nemo_aligner.algorithms.training_loop import TRAIN_TABLE_ROWS, Parts
+from nemo_aligner.checkpoint.checkpointing import CheckpointCallback
 from nemo_aligner.config.jobs.actors import check_top_n
 from nemo_aligner.core.advantages import select_topk
 from nemo_aligner.core.types import (
-    CheckpointWriter,
     InferenceBatch,
-    Logger,
     Optimizer,
     PromptLoader,
     RewardSource,
     Rollout,
     RSTrainBatch,
-    RunTimer,
     Scheduler,
     Scores,
 )
 from nemo_aligner.models.alignable_interface import AlignableGenerativeInterface
 from nemo_aligner.parallel.collectives import sum_over_dp
 from nemo_aligner.parallel.device import get_device
+from nemo_aligner.training.loggers import CustomLoggerWrapper
 from nemo_aligner.training.schedule import endless_batches
+from nemo_aligner.training.timers import Timer
 
 
 class RSTrainer(RolloutTrainer):
@@ -71,9 +71,9 @@ class RSTrainer(RolloutTrainer):
         scheduler: Scheduler,
         train_dataloader: PromptLoader,
         val_dataloader: PromptLoader | None,
-        logger: Logger,
-        ckpt_callback: CheckpointWriter,
-        run_timer: RunTimer,
+        logger: CustomLoggerWrapper,
+        ckpt_callback: CheckpointCallback,
+        run_timer: Timer,
         num_rollouts_per_prompt: int,
         top_n_rollouts: int,
         rm: RewardSource,

@@ -17,12 +17,13 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from nemo_aligner.algorithms.training_loop import Parts, TrainingLoop
+from nemo_aligner.checkpoint.checkpointing import CheckpointCallback
 from nemo_aligner.core.errors import ConfigError
-from nemo_aligner.core.types import CheckpointWriter, Logger, Optimizer, RunTimer, Scheduler
+from nemo_aligner.core.types import Optimizer, Scheduler
 from nemo_aligner.data.nlp.samplers import BatchSampler, MegatronPretrainingRandomBatchSampler
 from nemo_aligner.models.alignable_interface import SupervisedInterface
 from nemo_aligner.training.finite import naming_step
-from nemo_aligner.training.loggers import named
+from nemo_aligner.training.loggers import CustomLoggerWrapper, named
 from nemo_aligner.training.optim import train_on_batch
 from nemo_aligner.training.schedule import (
     compute_limit_batches,
@@ -31,7 +32,7 @@ from nemo_aligner.training.schedule import (
     interval_in_steps,
     supervised_max_steps,
 )
-from nemo_aligner.training.timers import ScopedTimer
+from nemo_aligner.training.timers import ScopedTimer, Timer
 from nemo_aligner.training.token_counts import TRAIN, in_short, token_metrics
 
 
@@ -60,9 +61,9 @@ class SupervisedTrainer(TrainingLoop):
         train_dataloader: DataLoader[Any],
         val_dataloader: DataLoader[Any] | Mapping[str, DataLoader[Any] | None] | None,
         test_dataloader: DataLoader[Any] | None,
-        logger: Logger,
-        ckpt_callback: CheckpointWriter,
-        run_timer: RunTimer,
+        logger: CustomLoggerWrapper,
+        ckpt_callback: CheckpointCallback,
+        run_timer: Timer,
         run_init_validation: bool = False,
         section: str | None = None,
     ):

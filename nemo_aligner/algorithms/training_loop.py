@@ -22,27 +22,19 @@ from torch import Tensor
 from tqdm import tqdm
 
 from nemo_aligner.algorithms.alarms import Alarms
+from nemo_aligner.checkpoint.checkpointing import CheckpointCallback
 from nemo_aligner.config.defaults import complete
 from nemo_aligner.core.endings import ExitCode, JobStopped
 from nemo_aligner.core.errors import SaveError, ServerRequestError, UserError, cause_of
-from nemo_aligner.core.types import (
-    CheckpointWriter,
-    Critic,
-    Logger,
-    Optimizer,
-    PendingScores,
-    Rollout,
-    RunTimer,
-    Scheduler,
-    Scores,
-)
+from nemo_aligner.core.types import Critic, Optimizer, PendingScores, Rollout, Scheduler, Scores
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.collectives import all_reduce_dict
 from nemo_aligner.parallel.device import get_device
 from nemo_aligner.servers.futures import OtherFuture, await_on_source, wait_for_all
+from nemo_aligner.training.loggers import CustomLoggerWrapper
 from nemo_aligner.training.schedule import check_progress, say_complete, warn_of_unreachable_steps
 from nemo_aligner.training.stop_requests import stop_requests
-from nemo_aligner.training.timers import ScopedTimer
+from nemo_aligner.training.timers import ScopedTimer, Timer
 from nemo_aligner.training.token_counts import forget_token_counts
 
 if TYPE_CHECKING:
@@ -73,15 +65,15 @@ SHOWN = (  # metrics beside the bar, those of them that a job has
 
 @dataclass(frozen=True)
 class Parts:
-    """What every trainer works with; logger and checkpoints may be NeMo-Aligner's."""
+    """What every trainer works with; logger and checkpoints may be NeMo-Aligner's or a user's."""
 
     cfg: DictConfig  # the trainer's section; missing keys take their values from the YAML file
     model: Any
     optimizer: Optimizer
     scheduler: Scheduler
-    logger: Logger
-    ckpt_callback: CheckpointWriter
-    run_timer: RunTimer
+    logger: CustomLoggerWrapper
+    ckpt_callback: CheckpointCallback
+    run_timer: Timer
 
 
 class TrainingLoop(ABC):
@@ -226,7 +218,11 @@ def empty_table() -> pd.DataFrame:
 
 
 def log_table(
-    logger: Logger, key: str, table: pd.DataFrame, rows: list[dict[str, Any]], step: int
+    logger: CustomLoggerWrapper,
+    key: str,
+    table: pd.DataFrame,
+    rows: list[dict[str, Any]],
+    step: int,
 ) -> pd.DataFrame:
     """`table` with the `rows` of `step`, logged: the newest `KEPT_ROWS`, numbered as in all."""
     import pandas as pd
@@ -373,9 +369,9 @@ def log_probs(compute: Callable[..., Tensor], tokens: Tensor, lengths: Tensor) -
     return compute(tokens)
 
 
-def complete_outputs(logger: Any, callback: Any) -> tuple[Logger, Any]:
+def complete_outputs(logger: Any, callback: Any) -> tuple[CustomLoggerWrapper, Any]:
     """What every trainer writes with. Enough are a logger without `log_samples`, and a
-    `CheckpointWriter` with `custom_save(monitor_candidates, is_train_end)` alone, whose
+    `CheckpointCallback` with `custom_save(monitor_candidates, is_train_end)` alone, whose
     checkpoints are complete when that returns, and are not known afterwards.
     """
     if not hasattr(logger, "log_samples"):

@@ -31,7 +31,7 @@ do; `algorithms/training_loop.py` completes parts that have NeMo-Aligner's only.
 says otherwise, every rank of the job calls it.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypedDict, TypeVar
 
@@ -302,60 +302,6 @@ class Critic(Protocol):
         """Raise `UserError`, on every rank, unless the critic's weights belong to this actor's
         step (0: a new run), or it can go back to them. `checkpoints`: the actor's, by step.
         """
-
-
-class Logger(Protocol):
-    """Where metrics and samples go (`training/loggers.py`)."""
-
-    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Log numbers at `step`."""
-
-    def log_table(self, key: str, dataframe: Any, step: int | None = None) -> None:
-        """Log a table as a whole."""
-
-    def log_samples(self, name: str, rows: list[dict[str, Any]], step: int | None = None) -> None:
-        """Log prompts with their responses."""
-
-    def finalize(self) -> None:
-        """Write what is still in memory."""
-
-
-class CheckpointWriter(Protocol):
-    """Writes checkpoints (`checkpoint/checkpointing.py`)."""
-
-    @property
-    def is_saving(self) -> bool:
-        """Whether a checkpoint is being written in the background; the same on all ranks."""
-
-    def custom_save(
-        self,
-        monitor_candidates: Mapping[str, Any],
-        is_train_end: bool = False,
-        trainer_state: dict[str, Any] | None = None,
-    ) -> Any:
-        """Write a checkpoint, ranked by one of `monitor_candidates`, or begin to."""
-
-    def check_save(self) -> None:
-        """Complete what is written in the background, if that has ended."""
-
-    def finish_save(self) -> None:
-        """Wait for what is written in the background, and complete it."""
-
-    def finish_export(self) -> None:
-        """Write what is still missing beside the loaded last checkpoint of a finished training."""
-
-    def saved_at(self, counter: str) -> dict[int, str]:
-        """Folder of each complete checkpoint, by the counter `counter` of its `trainer_state`."""
-
-
-class RunTimer(Protocol):
-    """The wall-clock limit of this run (`training/timers.py`)."""
-
-    def start_time(self) -> None:
-        """Start the clock."""
-
-    def is_finished(self) -> bool:
-        """True on every rank once the time is over."""
 
 
 # Megatron Core's, or what has the same: `param_groups`, `zero_grad()` and `step() -> (succeeded,

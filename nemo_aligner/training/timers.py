@@ -13,10 +13,10 @@ import torch.distributed as dist
 
 from nemo_aligner.core.endings import progress
 from nemo_aligner.core.errors import ConfigError
-from nemo_aligner.core.types import Logger
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.collectives import all_reduce
 from nemo_aligner.parallel.device import get_device
+from nemo_aligner.training.loggers import CustomLoggerWrapper
 
 _REDUCTIONS: dict[str, Callable[[list[float]], float]] = {
     "mean": lambda durations: sum(durations) / len(durations),
@@ -199,7 +199,7 @@ FILE = "timeline"  # .jsonl
 
 
 @contextmanager
-def logged_phase(logger: Logger, step: int, phase: str) -> Iterator[None]:
+def logged_phase(logger: CustomLoggerWrapper, step: int, phase: str) -> Iterator[None]:
     """Append the scope to the timeline of the job, unless it raises."""
     start, clock = time.time(), time.monotonic()
     yield
