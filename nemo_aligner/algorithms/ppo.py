@@ -23,7 +23,7 @@ from omegaconf import DictConfig
 from torch import Tensor
 
 from nemo_aligner.algorithms.alarms import rollout_health
-from nemo_aligner.algorithms.policy_gradient import PolicyGradientTrainer, PromptParts
+from nemo_aligner.algorithms.policy_gradient import PolicyGradientTrainer
 from nemo_aligner.algorithms.ppo_data import (
     DataSettings,
     make_kl_controller,
@@ -94,8 +94,10 @@ class PPOTrainer(PolicyGradientTrainer):
         Args:
             cfg: `trainer.ppo`; missing keys have the values of `conf/gpt_ppo_actor.yaml`.
             model: the policy, with `cfg.seed`.
-            train_dataloader_builder, val_dataloader_builder, collate_fn, batch_iterator_cls: see
-                `PromptParts`.
+            train_dataloader_builder, val_dataloader_builder: give, with `consumed_samples=`, a
+                loader whose batch sampler yields this rank's micro-batches of rollouts.
+            collate_fn: samples of the data set to an `InferenceBatch` with `idx`, its index there.
+            batch_iterator_cls: (sampler_iter, num_microbatches, dataset, collate_fn) to batches.
             rm_critic: critic and reward model; where no critic is needed the latter alone.
             max_response_length: most tokens of a response, where an overlong penalty ends.
             kl_loss_coef: of the model's loss; above 0 the updates get the reference's log-probs.
@@ -105,9 +107,8 @@ class PPOTrainer(PolicyGradientTrainer):
             teacher: gives its log-probs of what the policy says; with `teacher_kl_coef`.
         """
         parts = Parts(cfg, model, optimizer, scheduler, logger, ckpt_callback, run_timer)
-        loaders = train_dataloader_builder, val_dataloader_builder
-        prompts = PromptParts(*loaders, collate_fn, batch_iterator_cls)
-        super().__init__(parts, prompts, num_rollouts_per_prompt, rm_critic.infer_rm_critic)
+        prompts = train_dataloader_builder, val_dataloader_builder, collate_fn, batch_iterator_cls
+        super().__init__(parts, *prompts, num_rollouts_per_prompt, rm_critic.infer_rm_critic)
         cfg = self.cfg
         values = Values({"trainer": {"ppo": cfg}})
         values.choice("trainer.ppo.advantage_estimator", tuple(ADVANTAGE_ESTIMATORS))

@@ -21,7 +21,7 @@ from omegaconf import DictConfig
 from torch import Tensor
 
 from nemo_aligner.algorithms.alarms import rollout_health
-from nemo_aligner.algorithms.policy_gradient import PolicyGradientTrainer, PromptParts
+from nemo_aligner.algorithms.policy_gradient import PolicyGradientTrainer
 from nemo_aligner.algorithms.ppo_data import (
     fraction_without_signal,
     harm_of_kl,
@@ -86,9 +86,8 @@ class ReinforceTrainer(PolicyGradientTrainer):
         cfg = complete(cfg, "gpt_reinforce_actor", "trainer.reinforce")
         check_compares_responses("REINFORCE", RESPONSES_KEY, cfg.num_rollouts_per_prompt)
         parts = Parts(cfg, model, optimizer, scheduler, logger, ckpt_callback, run_timer)
-        loaders = train_dataloader_builder, val_dataloader_builder
-        prompts = PromptParts(*loaders, collate_fn, batch_iterator_cls)
-        super().__init__(parts, prompts, cfg.num_rollouts_per_prompt, rm.infer_rm)
+        prompts = train_dataloader_builder, val_dataloader_builder, collate_fn, batch_iterator_cls
+        super().__init__(parts, *prompts, cfg.num_rollouts_per_prompt, rm.infer_rm)
         self.rm = rm
         if cfg.use_absolute_kl and self.compute_init_policy_kl:
             setting = "trainer.reinforce.use_absolute_kl"

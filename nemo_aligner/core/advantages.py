@@ -336,13 +336,7 @@ def calculate_overlong_penalty(
     int [B] (R - P, end tokens included), and 0 if `buffer_len` is 0:
 
         factor * clip((max_length - buffer_len - L) / buffer_len, -1, 0)
-
-    `ValueError`: `buffer_len` is negative or above `max_length`.
     """
-    if not 0 <= buffer_len <= max_length:
-        raise ValueError(
-            f"overlong_buffer_len={buffer_len} must be between 0 and max_length={max_length}"
-        )
     beyond = response_token_counts.float() - (max_length - buffer_len)
     if not buffer_len:
         return torch.zeros_like(beyond)

@@ -62,7 +62,8 @@ def loss_weights(
         samples = sum_over_dp(rows.any(1).sum(dtype=torch.float64)).clamp(min=1)
         denominator = samples * _count(rows, 1)
     elif reduction == "constant":
-        assert longest
+        if not longest:
+            raise ValueError(f"longest={longest}: {reduction!r} needs one")
         samples = torch.full((), rows.shape[0], dtype=torch.float64, device=mask.device)
         denominator = sum_over_dp(samples) * longest
     elif reduction == "microbatch":
@@ -93,8 +94,7 @@ def loss_count(
         return float(keep.shape[0])
     if reduction == "sequence":
         return float(keep.reshape(keep.shape[0], -1).any(1).sum())
-    if not micro_batch_size:
-        raise ValueError(f"micro_batch_size={micro_batch_size}: {reduction!r} needs one")
+    assert micro_batch_size
     return keep.shape[0] / micro_batch_size
 
 
@@ -357,11 +357,12 @@ def distillation_loss(
             together that are no candidates.
         weights: [B, S], from `losses.loss_weights`.
         kd_loss, jsd_beta: see `divergence`.
-        target_logits_scale: factor of the teacher's logits; 1 with `rest_logprobs`.
+        target_logits_scale: factor of the teacher's logits; 1 with `rest_logprobs`, because the
+            teacher's probability of other tokens is known at 1 only.
 
     Returns partial sums: the loss, and metrics, which are weighted means: `loss`, `kd_loss`,
     `sft_loss` (both without their weights) and `teacher_mass` (the teacher's probability of the K
-    candidates). `ValueError`: an unknown loss, or a scale that the rest cannot have.
+    candidates). `ValueError`: an unknown loss.
     """
     slots = weights.unsqueeze(-1)
     student, teacher = kept(logprobs, slots), kept(teacher_logits, slots)
@@ -370,11 +371,6 @@ def distillation_loss(
         student = student.log_softmax(-1)
         teacher = (target_logits_scale * teacher).log_softmax(-1)
     else:
-        if target_logits_scale != 1:
-            raise ValueError(
-                f"target_logits_scale={target_logits_scale}: the teacher's probability of other "
-                "tokens is known at 1 only"
-            )
         rest = torch.log(-torch.expm1(log_mass.clamp(max=-SMALLEST_REST)))
         teacher = teacher - kept(teacher_log_sum_exp, weights).unsqueeze(-1)
         teacher = torch.cat([teacher, rest.unsqueeze(-1)], -1).log_softmax(-1)

@@ -116,7 +116,7 @@ def train_dpo(cfg: DictConfig) -> None:
     host memory, or with `model.peft.peft_scheme=lora` the model without its adapters.
     """
     with long_imports():
-        from nemo_aligner.algorithms.dpo import DPOTrainer
+        from nemo_aligner.algorithms.supervised import DPOTrainer
         from nemo_aligner.launch.supervised_job import train_on_preferences
         from nemo_aligner.models.nlp.gpt.megatron_gpt_dpo_model import MegatronGPTDPOModel
 
@@ -135,7 +135,7 @@ def train_kto(cfg: DictConfig) -> None:
     weights in host memory, or with `model.peft.peft_scheme=lora` the model without its adapters.
     """
     with long_imports():
-        from nemo_aligner.algorithms.dpo import KTOTrainer
+        from nemo_aligner.algorithms.supervised import KTOTrainer
         from nemo_aligner.launch.supervised_job import train_on_preferences
         from nemo_aligner.models.nlp.gpt.megatron_gpt_dpo_model import MegatronGPTKTOModel
 
