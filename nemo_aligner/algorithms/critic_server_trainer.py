@@ -31,10 +31,9 @@ from nemo_aligner.checkpoint.checkpointing import CheckpointCallback
 from nemo_aligner.config.access import server_token
 from nemo_aligner.config.defaults import complete
 from nemo_aligner.config.server_rules import read_frontend
-from nemo_aligner.core.errors import ConfigError, SaveError, cause_of
+from nemo_aligner.core.errors import SaveError, cause_of
 from nemo_aligner.core.types import Optimizer, Scheduler
 from nemo_aligner.models.alignable_interface import CriticModelInterface
-from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.device import get_device
 from nemo_aligner.servers import schema
 from nemo_aligner.servers.admission import Access
@@ -119,12 +118,6 @@ class CriticServerTrainer:
             read_frontend(server.frontend, server.tls_certificate, server.tls_key),
         )
         self.gradient_clip_val = cfg.gradient_clip_val
-        dp_size = parallel_state.get_data_parallel_world_size()
-        if gbs % dp_size:
-            raise ConfigError(
-                f"model.global_batch_size={gbs} does not divide over the critic's {dp_size} data-"
-                "parallel ranks. Change it, trainer.devices, or the other parallel sizes."
-            )
         self.vocab_size, self.max_length = model_limits(model)
         self._scorer = Scorer(
             self._score_rows,
@@ -364,9 +357,8 @@ class CriticServerTrainer:
         """
         if isinstance(tokens, Mapping):
             return self.run_training(**tokens)
-        named = {"tokens": tokens, "returns": returns, "prev_values": prev_values, "mask": mask}
-        inputs = {name: array for name, array in named.items() if array is not None}
-        return self._update(self.control.from_rank_zero(lambda: self._check_training(inputs)))
+        given = {"tokens": tokens, "returns": returns, "prev_values": prev_values, "mask": mask}
+        return self._update(self.control.from_rank_zero(lambda: self._check_training(given)))
 
     def _train(self, **arrays: Array) -> Arrays:
         return self._update(self.control.from_rank_zero(lambda: arrays))

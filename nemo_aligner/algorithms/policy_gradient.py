@@ -43,7 +43,6 @@ from nemo_aligner.algorithms.training_loop import TRAIN_TABLE_ROWS, Parts, log_p
 from nemo_aligner.core.tensors import sample_seeds
 from nemo_aligner.core.types import (
     InferenceBatch,
-    PendingScores,
     PromptIterator,
     PromptLoaderBuilder,
     Rollout,
@@ -51,6 +50,7 @@ from nemo_aligner.core.types import (
     Scores,
 )
 from nemo_aligner.models.alignable_interface import PolicyWithReference
+from nemo_aligner.servers.futures import FutureScores
 
 
 class PolicyGradientTrainer(RolloutTrainer):
@@ -73,7 +73,7 @@ class PolicyGradientTrainer(RolloutTrainer):
         collate_fn: Any,
         iterator: PromptIterator,
         num_rollouts_per_prompt: int,
-        score: Callable[[Rollout], PendingScores],
+        score: Callable[[Rollout], FutureScores],
     ):
         """See `PPOTrainer`; `iterator` is its `batch_iterator_cls`."""
         # Sizes that do not fit are refused now, not after the first steps.

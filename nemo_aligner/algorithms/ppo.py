@@ -3,10 +3,10 @@
 """Proximal policy optimization against a critic and a reward model in other processes.
 
 `PolicyGradientTrainer.generate_rollouts` and `PPOTrainer.learn` are the algorithm. The trainer
-uses the policy only through `AlignableGenerativeInterface` and the critic only through futures
-(`Critic` of `core/types.py`). The ranks of one data-parallel (DP) replica hold equal batches
-and all call the same methods. `ppo_data.py` turns rewards into advantages. For estimators without
-a critic, an object that returns rewards only replaces it.
+uses the policy only through `AlignableGenerativeInterface` and the critic only through futures.
+The ranks of one data-parallel (DP) replica hold equal batches and all call the same methods.
+`ppo_data.py` turns rewards into advantages. For estimators without a critic, an object that
+returns rewards only replaces it.
 
 References: Schulman et al. 2017 (arXiv:1707.06347), eq. 7 for the clipped loss, eq. 11 for the
 advantages; Stiennon et al. 2020 (arXiv:2009.01325), section 3.4, for the KL in the reward.
@@ -15,7 +15,7 @@ advantages; Stiennon et al. 2020 (arXiv:2009.01325), section 3.4, for the KL in 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from operator import attrgetter
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from nemo.utils import logging
@@ -34,31 +34,34 @@ from nemo_aligner.algorithms.rollout_trainer import VALIDATION_STEP
 from nemo_aligner.algorithms.rollouts import PPORolloutBatch, compute_num_rollout_microbatches
 from nemo_aligner.algorithms.training_loop import Parts, complete_critic
 from nemo_aligner.checkpoint.checkpointing import CheckpointCallback
-from nemo_aligner.config.values import Values
 from nemo_aligner.core.advantages import RunningMoments
-from nemo_aligner.core.errors import ConfigError
-from nemo_aligner.core.estimators import ADVANTAGE_ESTIMATORS
 from nemo_aligner.core.types import (
-    Critic,
     Optimizer,
-    Pending,
-    PendingScores,
     PPOTrainBatch,
     PromptIterator,
     PromptLoaderBuilder,
     Rollout,
     RolloutBatch,
     Scheduler,
-    Teacher,
 )
 from nemo_aligner.models.alignable_interface import PolicyWithReference
 from nemo_aligner.parallel.collectives import all_reduce_dict
+from nemo_aligner.servers.critic_client import RemoteGPTRMCriticClient
+from nemo_aligner.servers.futures import FutureResult, FutureScores
+from nemo_aligner.servers.scoring_clients import RewardsInPlaceOfCritic
 from nemo_aligner.training.finite import naming_step
 from nemo_aligner.training.loggers import CustomLoggerWrapper
 from nemo_aligner.training.timers import Timer
 
+if TYPE_CHECKING:
+    from nemo_aligner.servers.teachers import PolicyTeachers
+
 # The other two are here in NeMo-Aligner.
 __all__ = ["PPORolloutBatch", "PPOTrainer", "compute_num_rollout_microbatches"]
+
+
+# Or what has the same methods: fakes of tests, and those of users as `complete_critic` has them.
+Critic = RemoteGPTRMCriticClient | RewardsInPlaceOfCritic
 
 
 class PPOTrainer(PolicyGradientTrainer):
@@ -87,7 +90,7 @@ class PPOTrainer(PolicyGradientTrainer):
         rollout_logprobs: str = "recompute",
         advantages_of: Callable[..., Tensor] | None = None,
         reward_weights: Sequence[float] = (),
-        teacher: Teacher | None = None,
+        teacher: "PolicyTeachers | None" = None,
     ):
         """Every rank builds one; `ConfigError`: values that cannot work together.
 
@@ -110,14 +113,7 @@ class PPOTrainer(PolicyGradientTrainer):
         prompts = train_dataloader_builder, val_dataloader_builder, collate_fn, batch_iterator_cls
         super().__init__(parts, *prompts, num_rollouts_per_prompt, rm_critic.infer_rm_critic)
         cfg = self.cfg
-        values = Values({"trainer": {"ppo": cfg}})
-        values.choice("trainer.ppo.advantage_estimator", tuple(ADVANTAGE_ESTIMATORS))
-        if cfg.advantage_estimator == "gdpo" and not reward_weights:
-            raise ConfigError(
-                "trainer.ppo.advantage_estimator=gdpo needs reward_weights, those of the reward "
-                "models of an ensemble; give them, or use grpo."
-            )
-        self.rm_critic = complete_critic(rm_critic)
+        self.rm_critic: Critic = complete_critic(rm_critic)
         self.critic_is_checked = False
 
         self.rollout_logprobs, self.teacher = rollout_logprobs, teacher
@@ -144,9 +140,7 @@ class PPOTrainer(PolicyGradientTrainer):
         self.kl_controller = make_kl_controller(cfg)
         self.compute_init_policy_kl |= kl_loss_coef > 0
         self.reward_moments = RunningMoments() if cfg.normalize_rewards else None
-        self._critic_save: Pending[int | None] | None = None  # that nobody has waited for
-        if self.ppo_epochs < 1:
-            raise ConfigError(f"trainer.ppo.ppo_epochs={self.ppo_epochs} must be at least 1.")
+        self._critic_save: FutureResult[Any] | None = None  # that nobody has waited for
         self.check_rollout("model.ppo.num_rollouts_per_prompt")
 
     ppo_optimization_step = property(attrgetter("optimization_step"))
@@ -246,7 +240,7 @@ class PPOTrainer(PolicyGradientTrainer):
         first = not self.optimization_step and not self.resumed
         return "recompute" if first else self.rollout_logprobs
 
-    def send_off(self, rollout: Rollout, sampling_step: int) -> PendingScores:
+    def send_off(self, rollout: Rollout, sampling_step: int) -> FutureScores:
         scores = super().send_off(rollout, sampling_step)
         if self.teacher is None or sampling_step == VALIDATION_STEP:
             return scores
@@ -255,7 +249,7 @@ class PPOTrainer(PolicyGradientTrainer):
     def update_counters(self, metrics: dict[str, Any]) -> dict[str, Any]:
         return {"actor_loss": metrics["loss"]} | super().update_counters(metrics)
 
-    def _finish_critic_update(self, critic_update: Pending[float | None]) -> dict[str, float]:
+    def _finish_critic_update(self, critic_update: FutureResult[Any]) -> dict[str, float]:
         """Log the critic's loss beside the actor's, at the last update of this step."""
         critic_loss = critic_update.result()  # None: there is no critic
         metrics = {} if critic_loss is None else {"critic_loss": float(critic_loss)}

@@ -158,15 +158,17 @@ def make_ppo_data(
     )
     more_metrics: dict[str, float] = {}
     if cfg.covariance.rule is not None:
+        chosen = CovarianceSettings(**cfg.covariance)
         treated, more_metrics = treat_covariant_tokens(
-            learned["advantages"], response["logprobs"], rollout_batch, mask, cfg.covariance
+            learned["advantages"], response["logprobs"], rollout_batch, mask, chosen
         )
         learned |= treated
     if "loss_multiplier" in rollout_batch:  # 0 is in the mask
         learned["advantages"] = learned["advantages"] * rollout_batch["loss_multiplier"][:, None]
     if settings.corrects_sampler:
+        correction = SamplerCorrection(**cfg.sampler_correction)
         learned["advantages"], sampler_metrics = correct_for_sampler(
-            learned["advantages"], rollout_batch, mask, cfg.sampler_correction
+            learned["advantages"], rollout_batch, mask, correction
         )
         more_metrics = more_metrics | sampler_metrics
     data = {
@@ -296,8 +298,8 @@ def own_advantages(
     """
     columns = {"rewards": token_rewards, "mask": mask, "prompts": idx}
     columns |= {} if values is None else {"values": values}
-    gathered = PPORolloutBatch(**columns).gather_and_balance_globally()
-    advantages = function(**({"values": None} | {key: gathered[key] for key in columns}))
+    gathered = PPORolloutBatch(columns).gather_and_balance_globally()
+    advantages = function(**{"values": None, **gathered})
     return torch.where(mask.bool(), own_samples(advantages, len(idx)), 0)
 
 

@@ -214,19 +214,15 @@ def _compute(model: ReferencePolicyMixin, dataset: Any, folder: Path, name: str)
                 meta = {"items": len(dataset), "shards": shards}
                 (partial / META).write_text(json.dumps(meta))
                 write_manifest(partial, {})
-                _rename(partial, folder)
+                try:
+                    partial.rename(folder)
+                except OSError as error:
+                    if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                        raise
+                    logging.info(f"another job has written {folder} in the meantime")
     finally:
         if is_first:
             shutil.rmtree(partial, ignore_errors=True)
-
-
-def _rename(partial: Path, folder: Path) -> None:
-    try:
-        partial.rename(folder)
-    except OSError as error:
-        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-            raise
-        logging.info(f"another job has written {folder} in the meantime")
 
 
 def _write_shards(

@@ -45,11 +45,11 @@ from nemo_aligner.core.types import (
     PromptIterator,
     PromptLoaderBuilder,
     ReinforceTrainBatch,
-    RewardSource,
     RolloutBatch,
     Scheduler,
 )
 from nemo_aligner.models.alignable_interface import PolicyWithReference
+from nemo_aligner.servers.scoring_clients import RemoteGPTRMClient
 from nemo_aligner.training.loggers import CustomLoggerWrapper
 from nemo_aligner.training.timers import Timer
 
@@ -74,7 +74,7 @@ class ReinforceTrainer(PolicyGradientTrainer):
         train_dataloader_builder: PromptLoaderBuilder,
         val_dataloader_builder: PromptLoaderBuilder | None,
         collate_fn: Any,
-        rm: RewardSource,
+        rm: RemoteGPTRMClient,
         batch_iterator_cls: PromptIterator,
         logger: CustomLoggerWrapper,
         ckpt_callback: CheckpointCallback,

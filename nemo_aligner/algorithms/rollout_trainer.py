@@ -34,11 +34,11 @@ from nemo_aligner.algorithms.rollouts import (
 )
 from nemo_aligner.algorithms.training_loop import Parts, TrainingLoop, scores_of
 from nemo_aligner.core.errors import ConfigError, UserError
-from nemo_aligner.core.types import InferenceBatch, PendingScores, PromptSampler, Rollout, Scores
+from nemo_aligner.core.types import InferenceBatch, PromptSampler, Rollout, Scores
 from nemo_aligner.models.alignable_interface import AlignableGenerativeInterface
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.collectives import gathered
-from nemo_aligner.servers.futures import wait_for_all
+from nemo_aligner.servers.futures import FutureScores, wait_for_all
 from nemo_aligner.training.finite import naming_step
 from nemo_aligner.training.loggers import named
 from nemo_aligner.training.optim import train_on_batch
@@ -91,7 +91,7 @@ class RolloutTrainer(TrainingLoop):
         parts: Parts,
         sampler: PromptSampler,
         responses_per_prompt: int,
-        score: Callable[[Rollout], PendingScores],
+        score: Callable[[Rollout], FutureScores],
     ):
         """Every rank builds one. `sampler`: of the training prompts; `score` sends a micro-batch
         off to be scored.
@@ -124,12 +124,7 @@ class RolloutTrainer(TrainingLoop):
         """Raise `ConfigError` for sizes that cannot work together, and epochs that the sampler
         cannot make. `samples_per_step` are trained on in a step; the user calls them `name`.
         """
-        gbs, dp_size = self.cfg.model_gbs, parallel_state.get_data_parallel_world_size()
-        if gbs % dp_size:
-            raise ConfigError(
-                f"model.global_batch_size={gbs} is not divisible by the {dp_size} data-parallel "
-                "ranks; change one."
-            )
+        gbs = self.cfg.model_gbs
         if samples_per_step % gbs:
             raise ConfigError(
                 f"{name}={samples_per_step} is not a multiple of model.global_batch_size={gbs}; "
@@ -259,7 +254,7 @@ class RolloutTrainer(TrainingLoop):
         order = gathered["sample_key"].argsort(stable=True)
         return CollectedRollout(gathered.select(order), order, pending)
 
-    def send_off(self, rollout: Rollout, sampling_step: int) -> PendingScores:
+    def send_off(self, rollout: Rollout, sampling_step: int) -> FutureScores:
         return self.score(rollout)
 
     def wait_for_scores(self, collected: CollectedRollout, with_values: bool = True) -> Scores:

@@ -41,7 +41,6 @@ from nemo_aligner.core.types import (
     InferenceBatch,
     Optimizer,
     PromptLoader,
-    RewardSource,
     Rollout,
     RSTrainBatch,
     Scheduler,
@@ -50,6 +49,7 @@ from nemo_aligner.core.types import (
 from nemo_aligner.models.alignable_interface import AlignableGenerativeInterface
 from nemo_aligner.parallel.collectives import sum_over_dp
 from nemo_aligner.parallel.device import get_device
+from nemo_aligner.servers.scoring_clients import RemoteGPTRMClient
 from nemo_aligner.training.loggers import CustomLoggerWrapper
 from nemo_aligner.training.schedule import endless_batches
 from nemo_aligner.training.timers import Timer
@@ -76,7 +76,7 @@ class RSTrainer(RolloutTrainer):
         run_timer: Timer,
         num_rollouts_per_prompt: int,
         top_n_rollouts: int,
-        rm: RewardSource,
+        rm: RemoteGPTRMClient,
     ):
         """Every rank builds one.
 

@@ -201,13 +201,7 @@ class SupervisedTrainer(TrainingLoop):
     def _score(
         self, key: str, dataloader: DataLoader[Any], limit_batches: int | float | None
     ) -> dict[str, float]:
-        self.held_out[key] = self._validate(dataloader, limit_batches)
-        return named(f"{key}/", self.held_out[key][0])
-
-    def _validate(
-        self, dataloader: DataLoader[Any], limit_batches: int | float | None
-    ) -> tuple[dict[str, float], float]:
-        """Means over the batches by their metric `weights` (else 1), and the sum of these."""
+        """Means over the batches by their metric `weights` (else 1), to log."""
         sums: dict[str, float | Tensor] = {}
         total = 0.0
         sampler: Any = dataloader.batch_sampler
@@ -220,10 +214,11 @@ class SupervisedTrainer(TrainingLoop):
             if not weight:
                 continue  # a batch of stand-ins has no values
             total += weight
-            for key, value in metrics.items():
-                sums[key] = sums.get(key, 0.0) + weight * value
-        means = {key: value / total for key, value in sums.items()}
-        return self.model.summarize_metrics(means), total
+            for name, value in metrics.items():
+                sums[name] = sums.get(name, 0.0) + weight * value
+        means = self.model.summarize_metrics({k: value / total for k, value in sums.items()})
+        self.held_out[key] = means, total
+        return named(f"{key}/", means)
 
     def validation_step(self, batch: Any) -> tuple[float, Mapping[str, float | Tensor]]:
         """Loss and metrics of one global batch without learning from it; all ranks call it."""

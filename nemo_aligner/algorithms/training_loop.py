@@ -26,11 +26,11 @@ from nemo_aligner.checkpoint.checkpointing import CheckpointCallback
 from nemo_aligner.config.defaults import complete
 from nemo_aligner.core.endings import ExitCode, JobStopped
 from nemo_aligner.core.errors import SaveError, ServerRequestError, UserError, cause_of
-from nemo_aligner.core.types import Critic, Optimizer, PendingScores, Rollout, Scheduler, Scores
+from nemo_aligner.core.types import Optimizer, Rollout, Scheduler, Scores
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.collectives import all_reduce_dict
 from nemo_aligner.parallel.device import get_device
-from nemo_aligner.servers.futures import OtherFuture, await_on_source, wait_for_all
+from nemo_aligner.servers.futures import FutureScores, OtherFuture, await_on_source, wait_for_all
 from nemo_aligner.training.loggers import CustomLoggerWrapper
 from nemo_aligner.training.schedule import check_progress, say_complete, warn_of_unreachable_steps
 from nemo_aligner.training.stop_requests import stop_requests
@@ -278,8 +278,8 @@ def _prefixed(prefix: str, metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 # ------------------------------------------------------------------------- parts that a user wrote
-# NeMo-Aligner's interface of each part is enough, and what it lacks of `core/types.py` is
-# added; a complete part comes back as it is.
+# NeMo-Aligner's interface of each part is enough, and what it lacks of this package's is added; a
+# complete part comes back as it is.
 
 
 class _Completed:
@@ -311,14 +311,14 @@ class _RankZeroOutcome(OtherFuture):
         return await_on_source(own, 0, dist.group.WORLD if dist.is_initialized() else None)
 
 
-def scores_of(infer: Callable[[Rollout], Any]) -> Callable[[Rollout], PendingScores]:
+def scores_of(infer: Callable[[Rollout], Any]) -> Callable[[Rollout], FutureScores]:
     """`infer_rm` or `infer_rm_critic`; its future need not have `scores()`: see `_read_scores`."""
 
-    def ask(rollout: Rollout) -> PendingScores:
+    def ask(rollout: Rollout) -> FutureScores:
         future: Any = infer(rollout)
-        if hasattr(future, "scores"):
-            return cast(PendingScores, future)
-        return OtherFuture(future, lambda got: _read_scores(got, rollout))
+        if not hasattr(future, "scores"):
+            future = OtherFuture(future, lambda got: _read_scores(got, rollout))
+        return cast(FutureScores, future)
 
     return ask
 
@@ -337,7 +337,7 @@ def _read_scores(got: Any, rollout: Rollout) -> Scores:
     return Scores(rewards, values)
 
 
-def complete_critic(client: Any) -> Critic:
+def complete_critic(client: Any) -> Any:
     """A critic client, of which `infer_rm_critic`, `train(data)` and `save()` are enough."""
 
     def warn(*_args: Any) -> None:
@@ -351,7 +351,7 @@ def complete_critic(client: Any) -> Critic:
         "save": lambda actor_step=None: _RankZeroOutcome(client.save(), _nothing),
         "check_status": warn,
     }
-    return cast(Critic, client if hasattr(client, "check_status") else _Completed(client, added))
+    return client if hasattr(client, "check_status") else _Completed(client, added)
 
 
 def _read_loss(got: Any) -> float | None:

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from nemo_aligner.core.estimators import DIRECT_PREFERENCE_LOSSES
 from nemo_aligner.core.losses import kept
 from nemo_aligner.core.tensors import masked_mean, masked_sum
 
@@ -122,23 +121,17 @@ def pair_losses(
         rpo_fwd_kl  KL(s(beta d) || s(g))
 
     e is `label_smoothing`, the probability that the two responses of a pair are exchanged.
-    `ValueError`: an unknown loss, or one that lacks the rewards.
     """
     logits = beta * difference
     if preference_loss == "dpo":
         return -(1 - label_smoothing) * logsigmoid(logits) - label_smoothing * logsigmoid(-logits)
     if preference_loss == "ipo":
         return (difference - 1 / (2 * beta)).square()
-    if preference_loss not in DIRECT_PREFERENCE_LOSSES:
-        known = ", ".join(DIRECT_PREFERENCE_LOSSES)
-        raise ValueError(f"preference_loss={preference_loss!r} is unknown; choose one of {known}")
-    if reward_gaps is None:
-        raise ValueError(f"preference_loss={preference_loss!r} needs rewards of the data")
+    assert reward_gaps is not None, f"preference_loss={preference_loss} needs rewards of the data"
     if preference_loss == "rpo_sq":
         return (logits - reward_gaps).square()
-    if preference_loss == "rpo_bwd_kl":
-        return _kl_of_coins(reward_gaps, logits)
-    return _kl_of_coins(logits, reward_gaps)
+    coins = {"rpo_bwd_kl": (reward_gaps, logits), "rpo_fwd_kl": (logits, reward_gaps)}
+    return _kl_of_coins(*coins[preference_loss])
 
 
 def _kl_of_coins(a: Tensor, b: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
 """What the batches hold, the one alignment convention of the project, and what trainers expect of
-the parts that are not models (those: `models/alignable_interface.py`).
+loaders of prompts.
 
 Notation: B samples, S padded number of tokens, P prompt length, R **total** length (prompt +
 response, with its end token). `response_tokens` holds prompt + response, and `response_lengths` is
@@ -25,15 +25,11 @@ counts all of it, and the mask is False at the columns that predict observed tok
 
 Batches are plain dicts, because Megatron's data iterator and the wire need dicts; the classes
 below name their entries.
-
-A class fulfils a protocol by having its methods, as the remote clients and the fakes of the tests
-do; `algorithms/training_loop.py` completes parts that have NeMo-Aligner's only. Unless a method
-says otherwise, every rank of the job calls it.
 """
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypedDict, TypeVar
+from typing import Any, Protocol, TypedDict
 
 from torch import Tensor
 from typing_extensions import NotRequired
@@ -247,61 +243,6 @@ class SFTBatch(_Examples, total=False):
     """Prompt-response examples for supervised fine-tuning."""
 
     packed_position_ids: Tensor  # int64 [B, S]: of packed samples, 0 where one begins
-
-
-T_co = TypeVar("T_co", covariant=True)
-
-
-class Pending(Protocol[T_co]):
-    """The outcome of a request that was sent to another process."""
-
-    def result(self) -> T_co:
-        """Wait for the outcome, on every rank; or raise `ServerRequestError` there, with cause."""
-
-
-class PendingScores(Protocol):
-    """The scores of one rollout micro-batch, while a server computes them. `pending`: what this
-    rank itself waits for (`servers/futures.py:wait_for_all`); empty where another rank tells it.
-    """
-
-    pending: tuple[Any, ...]
-
-    def scores(self) -> Scores:
-        """Wait for the scores and return them on every rank; raises as `Pending.result`."""
-
-
-class RewardSource(Protocol):
-    """One or several remote reward models."""
-
-    def infer_rm(self, rollout_batch: Rollout) -> PendingScores:
-        """Send a micro-batch to be scored; returns at once. The scores have no values."""
-
-
-class Teacher(Protocol):
-    """What gives log-probs of a policy's own tokens."""
-
-    def beside(self, scores: PendingScores, rollout_batch: Rollout) -> PendingScores:
-        """Send a micro-batch off; returns at once. The result is `scores` with the log-probs."""
-
-
-class Critic(Protocol):
-    """A remote critic and reward model; or reward models alone, with the same methods."""
-
-    def infer_rm_critic(self, rollout_batch: Rollout) -> PendingScores:
-        """Send a micro-batch to be scored; returns at once."""
-
-    def train(self, rollout_batch: PPOTrainBatch) -> Pending[float | None]:
-        """Send this rank's share of a rollout for an update; returns at once. The outcome is the
-        mean loss, or None without a critic to train.
-        """
-
-    def save(self, actor_step: int | None = None) -> Pending[int | None]:
-        """Have the critic write a checkpoint that belongs to `actor_step`; returns at once."""
-
-    def check_status(self, expected_actor_step: int, checkpoints: dict[int, str]) -> None:
-        """Raise `UserError`, on every rank, unless the critic's weights belong to this actor's
-        step (0: a new run), or it can go back to them. `checkpoints`: the actor's, by step.
-        """
 
 
 # Megatron Core's, or what has the same: `param_groups`, `zero_grad()` and `step() -> (succeeded,

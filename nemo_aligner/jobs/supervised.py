@@ -45,7 +45,9 @@ def train_sft(cfg: DictConfig) -> None:
         from nemo_aligner.models.nlp.gpt.gpt_sft_model import GPTSFTModel
 
     job, model = start_with_model(cfg, GPTSFTModel)
-    loaders = build_sft_dataloaders(cfg, model.tokenizer, cfg.model.answer_only_loss)
+    loaders = build_sft_dataloaders(
+        cfg, model.tokenizer, answer_only_loss=cfg.model.answer_only_loss
+    )
     train_supervised(cfg, job, model, loaders)
 
 
@@ -68,12 +70,12 @@ def train_steerlm2(cfg: DictConfig) -> None:
     with long_imports():
         from nemo_aligner.data.nlp.steerlm import build_steerlm2_dataset
         from nemo_aligner.launch.experiment import start_with_model
-        from nemo_aligner.launch.supervised_job import build_sft_loaders, train_supervised
+        from nemo_aligner.launch.supervised_job import build_sft_dataloaders, train_supervised
         from nemo_aligner.models.nlp.gpt.gpt_sft_model import GPTSteerLMModel
 
     job, model = start_with_model(cfg, GPTSteerLMModel)
     build = partial(build_steerlm2_dataset, special_tokens=cfg.model.data.chat_prompt_tokens)
-    loaders = build_sft_loaders(cfg, build, model.tokenizer)
+    loaders = build_sft_dataloaders(cfg, model.tokenizer, build)
     train: Any = loaders.train.dataset
     model.check_responses(train.num_responses)
     train_supervised(cfg, job, model, loaders)

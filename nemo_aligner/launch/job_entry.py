@@ -91,7 +91,7 @@ def check_inputs(cfg: DictConfig, config_name: str) -> None:
     for key, file, section, is_first in _data_files(cfg, config_name):
         columns = Columns(section.columns if file.columns is None else file.columns)
         form = (section.get("data_impl") or "jsonl").removeprefix("chunked_")
-        reader = _Reader(CHARACTERS, cfg.get("data") or cfg.model.data, _Messages())
+        reader = _Reader(cfg, section, config_name)
         try:
             sources = open_quickly(Path(file.path), form, section.index_mapping_dir)
         except UserError as error:
@@ -101,8 +101,7 @@ def check_inputs(cfg: DictConfig, config_name: str) -> None:
             for _at, number, row in itertools.islice(source.scan(), ROWS):
                 try:
                     record = columns(row)
-                    others = set(row) - columns.sources
-                    _check_record(reader, record, others, before, cfg, section, config_name)
+                    reader.check(record, set(row) - columns.sources, before)
                     # A pair may begin in one file and end in the next.
                     before = record if is_first and not before else None
                 except EqualPairError:  # the error says where all such pairs are
@@ -133,86 +132,79 @@ def _data_files(
             yield key, file._replace(path=file.path.replace(CHUNK_ID, "0")), section, number == 0
 
 
-def _check_record(
-    reader: RecordEncoder,
-    record: Record,
-    others: set[str],
-    before: Record | None,
-    cfg: DictConfig,
-    section: DictConfig,
-    config_name: str,
-) -> None:
-    """`UserError`: a data set would refuse a record, or its prompt is empty and no key allows it;
-    `others` are columns that may hold the prompt, `before` is the first line of a pair.
-    """
-    data: Any = cfg.get("data") or cfg.model.data
-    kind = JOBS[config_name].records
-    names, is_empty = ["prompt", "text"], False
-    fraction = OmegaConf.select(cfg.model, "knowledge_distillation.on_policy.fraction")
-    if "prompt_turns" in record:  # of SteerLM 2
-        return
-    if data.chat:  # NeMo's format, whose parts have other names
-        if kind == "example" and not holds_conversation(record):
-            conversation_messages(record)
-    elif kind == "example":
-        in_field = conversation_field(record) and section.label_key not in record
-        if data.chat_template or in_field:
-            conversation_messages(record)
-            names, is_empty = [""], not speaks_to_assistant(record)
-        else:
-            names = re.findall(r"{(\w+)}", section.prompt_template)
-            check_text(record, *names, allow_blank=True)
-            names = [field for field in names if field != section.label_key]
-            is_empty = bool(names) and not any(record[field].strip() for field in names)
-    elif kind == "scored":
-        has_label = cfg.model.reward_model_type == "regression"
-        _check_scored(reader, by_our_names(record), before, has_label)
-    elif kind == "logits" and fraction is None:
-        if "topk_logits" not in record:
-            raise missing(["topk_logits"], record)
-    else:
-        record = by_our_names(record)
-        length, responses = READ.get(kind, (RecordEncoder.prompt_length, ()))
-        if kind == "labelled" and "preference" not in record:
-            raise missing(("response", "preference"), record)
-        length(reader, record, sys.maxsize)
-        is_empty = reader.prompt_is_empty(record, *responses)
-        names = names if reader.form_of(record) is None else [""]
-    if is_empty and not data.allow_empty_prompt:
-        hint = prompt_hint(names[0], record, others.difference(names))
-        raise UserError(
-            f"the prompt is empty.{hint} Remove the line, or set "
-            "model.data.allow_empty_prompt=True."
-        )
-
-
-def _check_scored(
-    reader: RecordEncoder, record: Record, before: Record | None, has_label: bool
-) -> None:
-    if has_label and "label" not in record:
-        raise missing(["label"], record)
-    if holds_pair(record):
-        reader.pair_length(record, sys.maxsize)
-    elif not has_label or not ("responses" in record or isinstance(record.get("text"), list)):
-        reader.sample_length(record, sys.maxsize)
-        try:
-            if before is not None and not has_label:
-                reader.in_common(before, record)
-        except UserError as error:
-            raise UserError(
-                f"no pair with the line before: {error} Two neighbouring lines are responses to "
-                "one prompt; conversations for supervised fine-tuning are no pairs."
-            ) from None
-
-
 class _Reader(RecordEncoder):
-    """Works without the tokenizer and the form of conversations, which are known later."""
+    """Reads the records of a data file without the tokenizer and the form of conversations, which
+    are known later; `section` says how.
+    """
+
+    def __init__(self, cfg: DictConfig, section: DictConfig, config_name: str) -> None:
+        self.data: Any = cfg.get("data") or cfg.model.data
+        super().__init__(CHARACTERS, self.data, _Messages())
+        self.model, self.section, self.kind = cfg.model, section, JOBS[config_name].records
 
     def form_of(self, record: Record) -> ConversationForm | None:
         return self.form if self.template or holds_conversation(record) else None
 
     def whole_pair(self, record: Record) -> int:
         return self.pair_length(by_our_names(record), sys.maxsize)
+
+    def check(self, record: Record, others: set[str], before: Record | None) -> None:
+        """`UserError`: a data set would refuse a record, or its prompt is empty and no key allows
+        it; `others` are columns that may hold the prompt, `before` is the first line of a pair.
+        """
+        names, is_empty, kind = ["prompt", "text"], False, self.kind
+        fraction = OmegaConf.select(self.model, "knowledge_distillation.on_policy.fraction")
+        if "prompt_turns" in record:  # of SteerLM 2
+            return
+        if self.data.chat:  # NeMo's format, whose parts have other names
+            if kind == "example" and not holds_conversation(record):
+                conversation_messages(record)
+        elif kind == "example":
+            label = self.section.label_key
+            if self.template or (conversation_field(record) and label not in record):
+                conversation_messages(record)
+                names, is_empty = [""], not speaks_to_assistant(record)
+            else:
+                names = re.findall(r"{(\w+)}", self.section.prompt_template)
+                check_text(record, *names, allow_blank=True)
+                names = [field for field in names if field != label]
+                is_empty = bool(names) and not any(record[field].strip() for field in names)
+        elif kind == "scored":
+            self._check_scored(by_our_names(record), before)
+        elif kind == "logits" and fraction is None:
+            if "topk_logits" not in record:
+                raise missing(["topk_logits"], record)
+        else:
+            record = by_our_names(record)
+            length, responses = READ.get(kind, (RecordEncoder.prompt_length, ()))
+            if kind == "labelled" and "preference" not in record:
+                raise missing(("response", "preference"), record)
+            length(self, record, sys.maxsize)
+            is_empty = self.prompt_is_empty(record, *responses)
+            names = names if self.form_of(record) is None else [""]
+        if is_empty and not self.data.allow_empty_prompt:
+            hint = prompt_hint(names[0], record, others.difference(names))
+            raise UserError(
+                f"the prompt is empty.{hint} Remove the line, or set "
+                "model.data.allow_empty_prompt=True."
+            )
+
+    def _check_scored(self, record: Record, before: Record | None) -> None:
+        has_label = self.model.reward_model_type == "regression"
+        if has_label and "label" not in record:
+            raise missing(["label"], record)
+        if holds_pair(record):
+            self.pair_length(record, sys.maxsize)
+        elif not has_label or not ("responses" in record or isinstance(record.get("text"), list)):
+            self.sample_length(record, sys.maxsize)
+            try:
+                if before is not None and not has_label:
+                    self.in_common(before, record)
+            except UserError as error:
+                raise UserError(
+                    f"no pair with the line before: {error} Two neighbouring lines are responses "
+                    "to one prompt; conversations for supervised fine-tuning are no pairs."
+                ) from None
 
 
 class _Messages(ConversationForm):

@@ -19,7 +19,6 @@ DOORS = {
     "algorithms.on_policy_distillation": "algorithms.distillation",
     "algorithms.ppo_corrections": "algorithms.ppo_data",
     "algorithms.topk_logits": "algorithms.distillation",
-    "core.interfaces": "core.types",
     "losses": "core.estimators core.losses core.preference",
     "metrics": "core.metrics launch.script_steps",
     "metrics.common": "launch.script_steps",
