@@ -79,21 +79,13 @@ class PolicyGradientTrainer(RolloutTrainer):
         # Sizes that do not fit are refused now, not after the first steps.
         if validation is not None:
             validation(consumed_samples=0)
-        self.sampler = train(consumed_samples=0).batch_sampler
-        super().__init__(parts, self.sampler, num_rollouts_per_prompt, score)
+        sampler = train(consumed_samples=0).batch_sampler
+        super().__init__(parts, sampler, num_rollouts_per_prompt, score)
         self.train_builder, self.validation_builder = train, validation
         self.collate_fn, self.iterator = collate_fn, iterator
         self.has_validation = validation is not None
         self.resumed = False
         self.compute_init_policy_kl = self.cfg.initial_policy_kl_penalty > 0
-
-    def check_rollout(self, responses_key: str) -> None:
-        """`check_sizes` of a rollout; `responses_key` names `num_rollouts_per_prompt`."""
-        prompts, responses = self.num_rollout_samples, self.num_rollouts_per_prompt
-        name = f"model.{self.SECTION}.num_rollout_samples"
-        if responses != 1:
-            name += f"={prompts} x {responses_key}={responses}"
-        self.check_sizes(self.sampler, prompts * responses, name)
 
     # ------------------------------------------------------------------------------- the algorithm
 

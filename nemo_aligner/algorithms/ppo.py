@@ -141,7 +141,6 @@ class PPOTrainer(PolicyGradientTrainer):
         self.compute_init_policy_kl |= kl_loss_coef > 0
         self.reward_moments = RunningMoments() if cfg.normalize_rewards else None
         self._critic_save: FutureResult[Any] | None = None  # that nobody has waited for
-        self.check_rollout("model.ppo.num_rollouts_per_prompt")
 
     ppo_optimization_step = property(attrgetter("optimization_step"))
 

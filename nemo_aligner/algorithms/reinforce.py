@@ -92,7 +92,6 @@ class ReinforceTrainer(PolicyGradientTrainer):
         if cfg.use_absolute_kl and self.compute_init_policy_kl:
             setting = "trainer.reinforce.use_absolute_kl"
             logging.warning(harm_of_kl(f"{setting}=True", f"{setting}=False"))
-        self.check_rollout(RESPONSES_KEY)
 
     reinforce_optimization_step = property(attrgetter("optimization_step"))
 

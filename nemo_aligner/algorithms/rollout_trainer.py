@@ -93,8 +93,9 @@ class RolloutTrainer(TrainingLoop):
         responses_per_prompt: int,
         score: Callable[[Rollout], FutureScores],
     ):
-        """Every rank builds one. `sampler`: of the training prompts; `score` sends a micro-batch
-        off to be scored.
+        """Every rank builds one; `ConfigError`: epochs that the sampler cannot make.
+
+        `sampler`: of the training prompts; `score` sends a micro-batch off to be scored.
         """
         super().__init__(parts, (f"gpt_{self.SECTION}_actor", f"trainer.{self.SECTION}"))
         self.bar = f"{self.NAME} Global Step"
@@ -120,16 +121,6 @@ class RolloutTrainer(TrainingLoop):
         self._gathered: dict[int, dict[str, Any]] = {}  # metrics by step, for `logged_together`
         self._phases: list[dict[str, Any]] = []  # of the timeline, likewise
 
-    def check_sizes(self, sampler: PromptSampler, samples_per_step: int, name: str) -> None:
-        """Raise `ConfigError` for sizes that cannot work together, and epochs that the sampler
-        cannot make. `samples_per_step` are trained on in a step; the user calls them `name`.
-        """
-        gbs = self.cfg.model_gbs
-        if samples_per_step % gbs:
-            raise ConfigError(
-                f"{name}={samples_per_step} is not a multiple of model.global_batch_size={gbs}; "
-                "change one of them."
-            )
         for key, least in (("max_epochs", 1), ("dynamic_sampling_rounds", 0)):
             asked = self.cfg.get(key) or least
             if asked > least and not getattr(sampler, "is_random", False):

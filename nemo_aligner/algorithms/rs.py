@@ -97,9 +97,6 @@ class RSTrainer(RolloutTrainer):
         self.top_n_rollouts = int(top_n_rollouts)
         self.rm = rm
 
-        kept, prompts = self.top_n_rollouts, self.num_rollout_samples
-        name = f"model.rs.num_rollout_samples={prompts} x model.rs.top_n_rollouts={kept}"
-        self.check_sizes(sampler, prompts * kept, name)
         self.num_train_microbatches = compute_num_rollout_microbatches(train_dataloader)
         if val_dataloader is not None:
             self.num_val_microbatches = compute_num_rollout_microbatches(val_dataloader)

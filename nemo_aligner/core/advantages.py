@@ -355,10 +355,8 @@ def select_topk(
             tokens of the prompt confuse prompts that occur twice in the data; `idx` does not.
 
     Returns the kept samples: prompts in sorted order of `group_by`, rewards ascending within a
-    prompt. `ValueError`: a reward is NaN, or `num_select` below 1.
+    prompt. `ValueError`: a reward is NaN.
     """
-    if num_select < 1:
-        raise ValueError(f"top_n_rollouts={num_select}: select at least 1 rollout for each prompt")
     rewards = batch["rewards"].flatten()
     if rewards.isnan().any():
         number = int(rewards.isnan().nonzero()[0])

@@ -23,7 +23,6 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from nemo_aligner.core.estimators import (
-    DISTILLATION_LOSSES,
     LOSSES_OF_TOKENS,
     PREFERENCE_LOSSES,
     ROLLOUT_REDUCTIONS,
@@ -362,7 +361,7 @@ def distillation_loss(
 
     Returns partial sums: the loss, and metrics, which are weighted means: `loss`, `kd_loss`,
     `sft_loss` (both without their weights) and `teacher_mass` (the teacher's probability of the K
-    candidates). `ValueError`: an unknown loss.
+    candidates).
     """
     slots = weights.unsqueeze(-1)
     student, teacher = kept(logprobs, slots), kept(teacher_logits, slots)
@@ -396,17 +395,12 @@ def divergence(
         fwd_kl   KL(P || Q)                          Hinton et al. 2015, arXiv:1503.02531
         bwd_kl   KL(Q || P)                          Gu et al. 2023, arXiv:2306.08543
         jsd      b KL(P || M) + (1 - b) KL(Q || M)   Agarwal et al. 2023, arXiv:2306.13649, sec. 2
-
-    `ValueError`: another `kd_loss`.
     """
     if kd_loss == "fwd_kl":
         return _kl(teacher, student)
     if kd_loss == "bwd_kl":
         return _kl(student, teacher)
-    if kd_loss != "jsd":
-        raise ValueError(
-            f"kd_loss={kd_loss!r} is unknown; choose one of {', '.join(DISTILLATION_LOSSES)}"
-        )
+    assert kd_loss == "jsd", f"kd_loss={kd_loss} is unknown"
     mixture = torch.logaddexp(teacher + math.log(jsd_beta), student + math.log1p(-jsd_beta))
     return jsd_beta * _kl(teacher, mixture) + (1 - jsd_beta) * _kl(student, mixture)
 

@@ -303,16 +303,12 @@ def test_text_and_batches_do_not_depend_on_the_micro_batch(make, name):
 
 
 GRPO = {"advantage_estimator": "grpo", "num_rollouts_per_prompt": 2}
-TOP_N = "model.rs.top_n_rollouts=2=16 is not a multiple of model.global_batch_size=6"
 REFUSED = [
-    (make_trainer, {"model_gbs": 3}, "samples=8 is not a multiple of model.global_batch_size=3"),
     (make_trainer, {"max_epochs": 2}, "trainer.ppo.max_epochs=2 needs a random sampler"),
     (make_trainer, {**GRPO, "dynamic_sampling_rounds": 2}, "rounds=2 .* random sampler"),
     (make_rs_trainer, {"responses": 2, "top_n": 3}, "top_n_rollouts=3 must be from 1 to "),
-    (make_rs_trainer, {"model_gbs": 6}, f"model.rs.num_rollout_samples=8 x {TOP_N}"),
     (make_rs_trainer, {"micro_batch_size": 3}, "8 .* is not a multiple of 3"),
     (make_reinforce_trainer, {"num_rollouts_per_prompt": 1}, "num_rollouts_per_prompt=1; raise"),
-    (make_reinforce_trainer, {"model_gbs": 5}, "samples=8 x trainer.reinforce.num_rollouts"),
 ]
 
 
