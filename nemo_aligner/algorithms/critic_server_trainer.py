@@ -105,19 +105,16 @@ class CriticServerTrainer:
         self.logger, self.ckpt_callback = complete_outputs(logger, ckpt_callback)
         self.gbs = gbs
 
-        self.combine_rm_and_critic_server = cfg.combine_rm_and_critic_server
-        self.host, self.port = cfg.host, int(cfg.port)
         token = server_token(cfg.host, cfg.token_file, "trainer.ppo")
         server = complete(server, "gpt_ppo_critic", "server")
         self._frontend = Frontend(
-            self.host,
-            self.port,
+            cfg.host,
+            int(cfg.port),
             Access(token, int(cfg.max_request_mb * 2**20), cfg.require_lease),
             batcher_options(cfg.max_queue_delay_microseconds, cfg.inference_micro_batch_size),
             server.frontend,
             read_frontend(server.frontend, server.tls_certificate, server.tls_key),
         )
-        self.gradient_clip_val = cfg.gradient_clip_val
         self.vocab_size, self.max_length = model_limits(model)
         self._scorer = Scorer(
             self._score_rows,
@@ -172,7 +169,7 @@ class CriticServerTrainer:
 
     def run_server(self) -> None:
         """Serve until SIGTERM or SIGINT reaches any rank; every rank calls it."""
-        combined = self.combine_rm_and_critic_server
+        combined = self.cfg.combine_rm_and_critic_server
         self._loop = ServerLoop(
             name="critic server",
             endpoints=[
@@ -313,7 +310,7 @@ class CriticServerTrainer:
         self, tokens: Tensor, lengths: Tensor, _prompt_lengths: Tensor | None
     ) -> dict[str, Tensor]:
         """Return values [n, S] and, when combined, rewards [n, 1] of this rank's samples."""
-        if not self.combine_rm_and_critic_server:
+        if not self.cfg.combine_rm_and_critic_server:
             return self._score_values(tokens, lengths)
         rewards, values = self._scored(self.model.infer_rm_critic, tokens, lengths)
         return {"rewards": torch.as_tensor(rewards).reshape(-1, 1), "values": values}
@@ -385,7 +382,7 @@ class CriticServerTrainer:
         start = time.monotonic()
         batch = {name: tensor.to(get_device()) for name, tensor in batch.items()}
         metrics = train_on_batch(
-            self.model, self.optimizer, self.scheduler, batch, self.gradient_clip_val
+            self.model, self.optimizer, self.scheduler, batch, self.cfg.gradient_clip_val
         )
         metrics["step_time"] = time.monotonic() - start
         self.step += 1

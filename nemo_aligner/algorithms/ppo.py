@@ -118,8 +118,6 @@ class PPOTrainer(PolicyGradientTrainer):
 
         self.rollout_logprobs, self.teacher = rollout_logprobs, teacher
         self.dynamic_sampling_rounds = int(cfg.dynamic_sampling_rounds)
-        self.ppo_epochs = int(cfg.ppo_epochs)
-        self.critic_warmup_steps = int(cfg.critic_warmup_steps)
         self.data_settings = DataSettings(cfg, max_response_length, advantages_of, reward_weights)
         harm = self.data_settings.harm_of_kl_estimator()
         if harm and cfg.initial_policy_kl_penalty > 0:
@@ -161,7 +159,7 @@ class PPOTrainer(PolicyGradientTrainer):
         """
         critic_update = self.rm_critic.train(data)
         columns = cast(dict[str, Tensor], data)
-        metrics = self.train_policy(self.global_batches(columns, self.ppo_epochs))
+        metrics = self.train_policy(self.global_batches(columns, self.cfg.ppo_epochs))
         with self.timer("critic_train_wait"):
             metrics |= self._finish_critic_update(critic_update)
         kl = rollout_metrics["init_policy_kl_per_sample"]
@@ -260,13 +258,12 @@ class PPOTrainer(PolicyGradientTrainer):
         prompts are given back: the actor starts at the first one.
         """
         super().before_first_step()
-        for i in range(self.critic_warmup_steps):
+        warmup_steps = self.cfg.critic_warmup_steps
+        for i in range(warmup_steps):
             self.consumed_samples = (i % self.num_steps_per_epoch) * self.num_rollout_samples
             with self.logged_together():
                 with naming_step(f"critic warm-up {i}"):
-                    data, metrics, _ = self.generate_rollouts(
-                        sampling_step=i - self.critic_warmup_steps
-                    )
+                    data, metrics, _ = self.generate_rollouts(sampling_step=i - warmup_steps)
                 critic_loss = self.rm_critic.train(data).result()
                 if critic_loss is not None:
                     metrics["critic_loss"] = float(critic_loss)
