@@ -108,7 +108,7 @@ def two_tokens(seed: int = 3, vocabulary: int = 4, beta: float = 1.0) -> Problem
 
 def settings(**changes: object) -> DataSettings:
     """The defaults of `conf/gpt_ppo_actor.yaml`, changed as given."""
-    return DataSettings.from_config(complete(changes, "gpt_ppo_actor", "trainer.ppo"))
+    return DataSettings(complete(changes, "gpt_ppo_actor", "trainer.ppo"))
 
 
 def rollout(problem: Problem, logits: Tensor, drawn: Tensor, group: int, values: Tensor) -> dict:

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,13 +27,13 @@ from torch import Tensor
 
 from nemo_aligner.algorithms.alarms import Alarms
 from nemo_aligner.algorithms.training_loop import complete_outputs
+from nemo_aligner.checkpoint.checkpointing import CheckpointCallback
 from nemo_aligner.config.access import server_token
 from nemo_aligner.config.defaults import complete
 from nemo_aligner.config.server_rules import read_frontend
-from nemo_aligner.core.errors import ConfigError, SaveError, cause_of
-from nemo_aligner.core.interfaces import Logger
+from nemo_aligner.core.errors import SaveError, cause_of
+from nemo_aligner.core.types import Optimizer, Scheduler
 from nemo_aligner.models.alignable_interface import CriticModelInterface
-from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.device import get_device
 from nemo_aligner.servers import schema
 from nemo_aligner.servers.admission import Access
@@ -56,17 +56,11 @@ from nemo_aligner.servers.server_loop import (
     ServerStoppingError,
 )
 from nemo_aligner.servers.validation import read_request_id, validate_training_inputs
-from nemo_aligner.training.loggers import named
+from nemo_aligner.training.loggers import CustomLoggerWrapper, named
 from nemo_aligner.training.megatron_steps import naming_step
 from nemo_aligner.training.optim import train_on_batch
 from nemo_aligner.training.passes import FORWARD, TRAIN, token_metrics
 from nemo_aligner.training.schedule import logged_phase
-
-if TYPE_CHECKING:
-    from megatron.core.optimizer import MegatronOptimizer
-    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-
-    from nemo_aligner.checkpoint.checkpointing import CheckpointCallback
 
 # Number of critic_train replies that are kept for clients that repeat a request.
 REMEMBERED_REQUESTS = 64
@@ -96,10 +90,10 @@ class CriticServerTrainer:
         self,
         cfg: DictConfig,
         model: CriticModelInterface,
-        optimizer: "MegatronOptimizer",
-        scheduler: "OptimizerParamScheduler",
-        logger: Logger,
-        ckpt_callback: "CheckpointCallback",
+        optimizer: Optimizer,
+        scheduler: Scheduler,
+        logger: CustomLoggerWrapper,
+        ckpt_callback: CheckpointCallback,
         tokenize_func: Callable[[list[str]], tuple[Any, Any]],
         gbs: int,
         model_forward_micro_batch_size: int,
@@ -111,25 +105,16 @@ class CriticServerTrainer:
         self.logger, self.ckpt_callback = complete_outputs(logger, ckpt_callback)
         self.gbs = gbs
 
-        self.combine_rm_and_critic_server = cfg.combine_rm_and_critic_server
-        self.host, self.port = cfg.host, int(cfg.port)
         token = server_token(cfg.host, cfg.token_file, "trainer.ppo")
         server = complete(server, "gpt_ppo_critic", "server")
         self._frontend = Frontend(
-            self.host,
-            self.port,
+            cfg.host,
+            int(cfg.port),
             Access(token, int(cfg.max_request_mb * 2**20), cfg.require_lease),
             batcher_options(cfg.max_queue_delay_microseconds, cfg.inference_micro_batch_size),
             server.frontend,
             read_frontend(server.frontend, server.tls_certificate, server.tls_key),
         )
-        self.gradient_clip_val = cfg.gradient_clip_val
-        dp_size = parallel_state.get_data_parallel_world_size()
-        if gbs % dp_size:
-            raise ConfigError(
-                f"model.global_batch_size={gbs} does not divide over the critic's {dp_size} data-"
-                "parallel ranks. Change it, trainer.devices, or the other parallel sizes."
-            )
         self.vocab_size, self.max_length = model_limits(model)
         self._scorer = Scorer(
             self._score_rows,
@@ -184,7 +169,7 @@ class CriticServerTrainer:
 
     def run_server(self) -> None:
         """Serve until SIGTERM or SIGINT reaches any rank; every rank calls it."""
-        combined = self.combine_rm_and_critic_server
+        combined = self.cfg.combine_rm_and_critic_server
         self._loop = ServerLoop(
             name="critic server",
             endpoints=[
@@ -227,35 +212,23 @@ class CriticServerTrainer:
         arrays = self._check_training(inputs)
         if request_id is not None and request_id in self._replies:
             logging.warning(f"critic_train: request {request_id} came again: no second update")
-            return self._reply_to(request_id)
+            return _answer(request_id, self._replies[request_id])
         whole = self._put_together(request_id, piece, arrays)
         if whole is None:
             return {"loss_mean": np.array([np.nan], dtype=np.float32)}
         with self._scorer.turns.changing():
-            if request_id is None:
-                return self._submit(ServerSignal.TRAIN, whole)
-            self._train_once(request_id, whole)
-        return self._reply_to(request_id)
-
-    def _reply_to(self, request_id: str) -> Arrays:
-        reply = self._replies[request_id]
-        if isinstance(reply, Exception):
-            raise OperationFailedError(
-                f"request {request_id} failed halfway and is not repeated: {cause_of(reply)}"
-            ) from reply
-        return reply
-
-    def _train_once(self, request_id: str, arrays: Arrays) -> None:
-        step = self.step
-        try:
-            reply: Arrays | Exception = self._submit(ServerSignal.TRAIN, arrays)
-        except Exception as error:
-            if self.step == step:
-                raise
-            reply = error
-        self._replies[request_id] = reply
-        if len(self._replies) > REMEMBERED_REQUESTS:
-            self._replies.popitem(last=False)
+            step = self.step
+            try:
+                reply: Arrays | Exception = self._submit(ServerSignal.TRAIN, whole)
+            except Exception as error:
+                if request_id is None or self.step == step:  # in the latter case it may come again
+                    raise
+                reply = error
+        if request_id is not None:
+            self._replies[request_id] = reply
+            if len(self._replies) > REMEMBERED_REQUESTS:
+                self._replies.popitem(last=False)
+        return _answer(request_id, reply)
 
     def _put_together(
         self, request_id: str | None, piece: Array | None, arrays: Arrays
@@ -337,28 +310,24 @@ class CriticServerTrainer:
         self, tokens: Tensor, lengths: Tensor, _prompt_lengths: Tensor | None
     ) -> dict[str, Tensor]:
         """Return values [n, S] and, when combined, rewards [n, 1] of this rank's samples."""
-        if not self.combine_rm_and_critic_server:
+        if not self.cfg.combine_rm_and_critic_server:
             return self._score_values(tokens, lengths)
-        with self._scoring():
-            rewards, values = self.model.infer_rm_critic((tokens, lengths))
-            return {"rewards": torch.as_tensor(rewards).reshape(-1, 1), "values": values}
+        rewards, values = self._scored(self.model.infer_rm_critic, tokens, lengths)
+        return {"rewards": torch.as_tensor(rewards).reshape(-1, 1), "values": values}
 
     def _score_values(self, *samples: Tensor | None) -> dict[str, Tensor]:
-        with self._scoring():
-            return {"values": self.model.infer(samples[:2])}
+        return {"values": self._scored(self.model.infer, *samples)}
 
     def _score_rewards(self, *samples: Tensor | None) -> dict[str, Tensor]:
-        with self._scoring():
-            rewards = self.model.infer_rewards(samples[:2])
-            return {"rewards": torch.as_tensor(rewards).reshape(-1, 1)}
+        rewards = self._scored(self.model.infer_rewards, *samples)
+        return {"rewards": torch.as_tensor(rewards).reshape(-1, 1)}
 
-    @contextlib.contextmanager
-    def _scoring(self) -> Iterator[None]:
+    def _scored(self, infer: Callable[..., Any], *samples: Tensor | None) -> Any:
         with (
             logged_phase(self.logger, self.step, "score"),
             self._prepared(self.model.prepare_for_inference, self.model.finish_inference),
         ):
-            yield
+            return infer(samples[:2])
 
     def _check_training(self, inputs: Inputs) -> Arrays:
         names = ("tokens", "returns", "prev_values", "mask")
@@ -385,9 +354,8 @@ class CriticServerTrainer:
         """
         if isinstance(tokens, Mapping):
             return self.run_training(**tokens)
-        named = {"tokens": tokens, "returns": returns, "prev_values": prev_values, "mask": mask}
-        inputs = {name: array for name, array in named.items() if array is not None}
-        return self._update(self.control.from_rank_zero(lambda: self._check_training(inputs)))
+        given = {"tokens": tokens, "returns": returns, "prev_values": prev_values, "mask": mask}
+        return self._update(self.control.from_rank_zero(lambda: self._check_training(given)))
 
     def _train(self, **arrays: Array) -> Arrays:
         return self._update(self.control.from_rank_zero(lambda: arrays))
@@ -414,7 +382,7 @@ class CriticServerTrainer:
         start = time.monotonic()
         batch = {name: tensor.to(get_device()) for name, tensor in batch.items()}
         metrics = train_on_batch(
-            self.model, self.optimizer, self.scheduler, batch, self.gradient_clip_val
+            self.model, self.optimizer, self.scheduler, batch, self.cfg.gradient_clip_val
         )
         metrics["step_time"] = time.monotonic() - start
         self.step += 1
@@ -487,3 +455,11 @@ class CriticServerTrainer:
             self.saved_step, self.actor_step = save.step, save.actor_step
             self._written = save.step, save.actor_step
             save.outcome.set_result(None)
+
+
+def _answer(request_id: str | None, reply: Arrays | Exception) -> Arrays:
+    if isinstance(reply, Exception):
+        raise OperationFailedError(
+            f"request {request_id} failed halfway and is not repeated: {cause_of(reply)}"
+        ) from reply
+    return reply

@@ -18,7 +18,6 @@ The split of the work does not change the numbers:
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
@@ -41,22 +40,17 @@ from nemo_aligner.algorithms.rollouts import (
     shares_of_global_batches,
 )
 from nemo_aligner.algorithms.training_loop import TRAIN_TABLE_ROWS, Parts, log_probs
-from nemo_aligner.core.interfaces import PendingScores, PromptIterator, PromptLoaderBuilder
 from nemo_aligner.core.tensors import sample_seeds
-from nemo_aligner.core.types import InferenceBatch, Rollout, RolloutBatch, Scores
+from nemo_aligner.core.types import (
+    InferenceBatch,
+    PromptIterator,
+    PromptLoaderBuilder,
+    Rollout,
+    RolloutBatch,
+    Scores,
+)
 from nemo_aligner.models.alignable_interface import PolicyWithReference
-
-
-@dataclass(frozen=True)
-class PromptParts:
-    """Where the prompts come from. A builder, called as `builder(consumed_samples=...)`, gives a
-    loader whose batch sampler yields this rank's micro-batches of rollouts.
-    """
-
-    train: PromptLoaderBuilder
-    validation: PromptLoaderBuilder | None
-    collate_fn: Any  # samples of the data set to an `InferenceBatch` with `idx`, the dataset index
-    iterator: PromptIterator  # (sampler_iter, num_microbatches, dataset, collate_fn) to batches
+from nemo_aligner.servers.futures import FutureScores
 
 
 class PolicyGradientTrainer(RolloutTrainer):
@@ -74,17 +68,22 @@ class PolicyGradientTrainer(RolloutTrainer):
     def __init__(
         self,
         parts: Parts,
-        prompts: PromptParts,
+        train: PromptLoaderBuilder,
+        validation: PromptLoaderBuilder | None,
+        collate_fn: Any,
+        iterator: PromptIterator,
         num_rollouts_per_prompt: int,
-        score: Callable[[Rollout], PendingScores],
+        score: Callable[[Rollout], FutureScores],
     ):
+        """See `PPOTrainer`; `iterator` is its `batch_iterator_cls`."""
         # Sizes that do not fit are refused now, not after the first steps.
-        if prompts.validation is not None:
-            prompts.validation(consumed_samples=0)
-        self.sampler = prompts.train(consumed_samples=0).batch_sampler
-        super().__init__(parts, self.sampler, num_rollouts_per_prompt, score)
-        self.prompts = prompts
-        self.has_validation = prompts.validation is not None
+        if validation is not None:
+            validation(consumed_samples=0)
+        sampler = train(consumed_samples=0).batch_sampler
+        super().__init__(parts, sampler, num_rollouts_per_prompt, score)
+        self.train_builder, self.validation_builder = train, validation
+        self.collate_fn, self.iterator = collate_fn, iterator
+        self.has_validation = validation is not None
         self.resumed = False
         self.compute_init_policy_kl = self.cfg.initial_policy_kl_penalty > 0
 
@@ -94,7 +93,7 @@ class PolicyGradientTrainer(RolloutTrainer):
         name = f"model.{self.SECTION}.num_rollout_samples"
         if responses != 1:
             name += f"={prompts} x {responses_key}={responses}"
-        self.check_sizes(self.sampler, prompts * responses, name)
+        self.check_sizes(prompts * responses, name)
 
     # ------------------------------------------------------------------------------- the algorithm
 
@@ -153,8 +152,8 @@ class PolicyGradientTrainer(RolloutTrainer):
     # ---------------------------------------------------------------------------- parts of a step
 
     def validation_prompts(self) -> Iterable[InferenceBatch]:
-        assert self.prompts.validation is not None
-        return self._prompts(self.prompts.validation, 0)
+        assert self.validation_builder is not None
+        return self._prompts(self.validation_builder, 0)
 
     def _prompts(
         self, dataloader_builder: PromptLoaderBuilder, consumed_samples: int
@@ -162,11 +161,11 @@ class PolicyGradientTrainer(RolloutTrainer):
         dataloader = dataloader_builder(consumed_samples=consumed_samples)
         num_microbatches = compute_num_rollout_microbatches(dataloader)
         with self.timer("batch_iterator_init"):
-            sampler, collate_fn = iter(dataloader.batch_sampler), self.prompts.collate_fn
-            return self.prompts.iterator(sampler, num_microbatches, dataloader.dataset, collate_fn)
+            sampler, dataset = iter(dataloader.batch_sampler), dataloader.dataset
+            return self.iterator(sampler, num_microbatches, dataset, self.collate_fn)
 
     def _draw(self, sampling_step: int) -> CollectedRollout:
-        prompts = self._prompts(self.prompts.train, self.consumed_samples)
+        prompts = self._prompts(self.train_builder, self.consumed_samples)
         source = self.source_of_logprobs
         compared = self.needs_sampling_logprobs and source is not None
         return self.draw(prompts, sampling_step, compared or source == "sampler")

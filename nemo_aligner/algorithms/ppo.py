@@ -3,10 +3,10 @@
 """Proximal policy optimization against a critic and a reward model in other processes.
 
 `PolicyGradientTrainer.generate_rollouts` and `PPOTrainer.learn` are the algorithm. The trainer
-uses the policy only through `AlignableGenerativeInterface` and the critic only through futures
-(`Critic` of `core/interfaces.py`). The ranks of one data-parallel (DP) replica hold equal batches
-and all call the same methods. `ppo_data.py` turns rewards into advantages. For estimators without
-a critic, an object that returns rewards only replaces it.
+uses the policy only through `AlignableGenerativeInterface` and the critic only through futures.
+The ranks of one data-parallel (DP) replica hold equal batches and all call the same methods.
+`ppo_data.py` turns rewards into advantages. For estimators without a critic, an object that
+returns rewards only replaces it.
 
 References: Schulman et al. 2017 (arXiv:1707.06347), eq. 7 for the clipped loss, eq. 11 for the
 advantages; Stiennon et al. 2020 (arXiv:2009.01325), section 3.4, for the KL in the reward.
@@ -15,7 +15,7 @@ advantages; Stiennon et al. 2020 (arXiv:2009.01325), section 3.4, for the KL in 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from operator import attrgetter
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from nemo.utils import logging
@@ -23,7 +23,7 @@ from omegaconf import DictConfig
 from torch import Tensor
 
 from nemo_aligner.algorithms.alarms import rollout_health
-from nemo_aligner.algorithms.policy_gradient import PolicyGradientTrainer, PromptParts
+from nemo_aligner.algorithms.policy_gradient import PolicyGradientTrainer
 from nemo_aligner.algorithms.ppo_data import (
     DataSettings,
     make_kl_controller,
@@ -33,30 +33,38 @@ from nemo_aligner.algorithms.ppo_data import (
 from nemo_aligner.algorithms.rollout_trainer import VALIDATION_STEP
 from nemo_aligner.algorithms.rollouts import PPORolloutBatch, compute_num_rollout_microbatches
 from nemo_aligner.algorithms.training_loop import Parts, complete_critic
+from nemo_aligner.checkpoint.checkpointing import CheckpointCallback
 from nemo_aligner.config.values import Values
 from nemo_aligner.core.advantages import RunningMoments
 from nemo_aligner.core.errors import ConfigError
 from nemo_aligner.core.estimators import ADVANTAGE_ESTIMATORS
-from nemo_aligner.core.interfaces import (
-    CheckpointWriter,
-    Critic,
-    Logger,
+from nemo_aligner.core.types import (
     Optimizer,
-    Pending,
-    PendingScores,
+    PPOTrainBatch,
     PromptIterator,
     PromptLoaderBuilder,
-    RunTimer,
+    Rollout,
+    RolloutBatch,
     Scheduler,
-    Teacher,
 )
-from nemo_aligner.core.types import PPOTrainBatch, Rollout, RolloutBatch
 from nemo_aligner.models.alignable_interface import PolicyWithReference
 from nemo_aligner.parallel.collectives import all_reduce_dict
+from nemo_aligner.servers.critic_client import RemoteGPTRMCriticClient
+from nemo_aligner.servers.futures import FutureResult, FutureScores
+from nemo_aligner.servers.scoring_clients import RewardsInPlaceOfCritic
+from nemo_aligner.training.loggers import CustomLoggerWrapper
 from nemo_aligner.training.megatron_steps import naming_step
+from nemo_aligner.training.schedule import Timer
+
+if TYPE_CHECKING:
+    from nemo_aligner.servers.teachers import PolicyTeachers
 
 # The other two are here in NeMo-Aligner.
 __all__ = ["PPORolloutBatch", "PPOTrainer", "compute_num_rollout_microbatches"]
+
+
+# Or what has the same methods: fakes of tests, and those of users as `complete_critic` has them.
+Critic = RemoteGPTRMCriticClient | RewardsInPlaceOfCritic
 
 
 class PPOTrainer(PolicyGradientTrainer):
@@ -76,24 +84,26 @@ class PPOTrainer(PolicyGradientTrainer):
         collate_fn: Any,
         rm_critic: Critic,
         batch_iterator_cls: PromptIterator,
-        logger: Logger,
-        ckpt_callback: CheckpointWriter,
-        run_timer: RunTimer,
+        logger: CustomLoggerWrapper,
+        ckpt_callback: CheckpointCallback,
+        run_timer: Timer,
         num_rollouts_per_prompt: int = 1,
         max_response_length: int | None = None,
         kl_loss_coef: float = 0.0,
         rollout_logprobs: str = "recompute",
         advantages_of: Callable[..., Tensor] | None = None,
         reward_weights: Sequence[float] = (),
-        teacher: Teacher | None = None,
+        teacher: "PolicyTeachers | None" = None,
     ):
         """Every rank builds one; `ConfigError`: values that cannot work together.
 
         Args:
             cfg: `trainer.ppo`; missing keys have the values of `conf/gpt_ppo_actor.yaml`.
             model: the policy, with `cfg.seed`.
-            train_dataloader_builder, val_dataloader_builder, collate_fn, batch_iterator_cls: see
-                `PromptParts`.
+            train_dataloader_builder, val_dataloader_builder: give, with `consumed_samples=`, a
+                loader whose batch sampler yields this rank's micro-batches of rollouts.
+            collate_fn: samples of the data set to an `InferenceBatch` with `idx`, its index there.
+            batch_iterator_cls: (sampler_iter, num_microbatches, dataset, collate_fn) to batches.
             rm_critic: critic and reward model; where no critic is needed the latter alone.
             max_response_length: most tokens of a response, where an overlong penalty ends.
             kl_loss_coef: of the model's loss; above 0 the updates get the reference's log-probs.
@@ -103,30 +113,23 @@ class PPOTrainer(PolicyGradientTrainer):
             teacher: gives its log-probs of what the policy says; with `teacher_kl_coef`.
         """
         parts = Parts(cfg, model, optimizer, scheduler, logger, ckpt_callback, run_timer)
-        loaders = train_dataloader_builder, val_dataloader_builder
-        prompts = PromptParts(*loaders, collate_fn, batch_iterator_cls)
-        super().__init__(parts, prompts, num_rollouts_per_prompt, rm_critic.infer_rm_critic)
+        prompts = train_dataloader_builder, val_dataloader_builder, collate_fn, batch_iterator_cls
+        super().__init__(parts, *prompts, num_rollouts_per_prompt, rm_critic.infer_rm_critic)
         cfg = self.cfg
         values = Values({"trainer": {"ppo": cfg}})
         values.choice("trainer.ppo.advantage_estimator", tuple(ADVANTAGE_ESTIMATORS))
+        values.size("trainer.ppo.ppo_epochs")
         if cfg.advantage_estimator == "gdpo" and not reward_weights:
             raise ConfigError(
                 "trainer.ppo.advantage_estimator=gdpo needs reward_weights, those of the reward "
                 "models of an ensemble; give them, or use grpo."
             )
-        self.rm_critic = complete_critic(rm_critic)
+        self.rm_critic: Critic = complete_critic(rm_critic)
         self.critic_is_checked = False
 
         self.rollout_logprobs, self.teacher = rollout_logprobs, teacher
         self.dynamic_sampling_rounds = int(cfg.dynamic_sampling_rounds)
-        self.ppo_epochs = int(cfg.ppo_epochs)
-        self.critic_warmup_steps = int(cfg.critic_warmup_steps)
-        self.data_settings = DataSettings.from_config(
-            cfg,
-            max_response_length=max_response_length,
-            advantages_of=advantages_of,
-            reward_weights=reward_weights,
-        )
+        self.data_settings = DataSettings(cfg, max_response_length, advantages_of, reward_weights)
         harm = self.data_settings.harm_of_kl_estimator()
         if harm and cfg.initial_policy_kl_penalty > 0:
             logging.warning(harm)
@@ -146,9 +149,7 @@ class PPOTrainer(PolicyGradientTrainer):
         self.kl_controller = make_kl_controller(cfg)
         self.compute_init_policy_kl |= kl_loss_coef > 0
         self.reward_moments = RunningMoments() if cfg.normalize_rewards else None
-        self._critic_save: Pending[int | None] | None = None  # that nobody has waited for
-        if self.ppo_epochs < 1:
-            raise ConfigError(f"trainer.ppo.ppo_epochs={self.ppo_epochs} must be at least 1.")
+        self._critic_save: FutureResult[Any] | None = None  # that nobody has waited for
         self.check_rollout("model.ppo.num_rollouts_per_prompt")
 
     ppo_optimization_step = property(attrgetter("optimization_step"))
@@ -170,7 +171,7 @@ class PPOTrainer(PolicyGradientTrainer):
         """
         critic_update = self.rm_critic.train(data)
         columns = cast(dict[str, Tensor], data)
-        metrics = self.train_policy(self.global_batches(columns, self.ppo_epochs))
+        metrics = self.train_policy(self.global_batches(columns, self.cfg.ppo_epochs))
         with self.timer("critic_train_wait"):
             metrics |= self._finish_critic_update(critic_update)
         kl = rollout_metrics["init_policy_kl_per_sample"]
@@ -248,7 +249,7 @@ class PPOTrainer(PolicyGradientTrainer):
         first = not self.optimization_step and not self.resumed
         return "recompute" if first else self.rollout_logprobs
 
-    def send_off(self, rollout: Rollout, sampling_step: int) -> PendingScores:
+    def send_off(self, rollout: Rollout, sampling_step: int) -> FutureScores:
         scores = super().send_off(rollout, sampling_step)
         if self.teacher is None or sampling_step == VALIDATION_STEP:
             return scores
@@ -257,7 +258,7 @@ class PPOTrainer(PolicyGradientTrainer):
     def update_counters(self, metrics: dict[str, Any]) -> dict[str, Any]:
         return {"actor_loss": metrics["loss"]} | super().update_counters(metrics)
 
-    def _finish_critic_update(self, critic_update: Pending[float | None]) -> dict[str, float]:
+    def _finish_critic_update(self, critic_update: FutureResult[Any]) -> dict[str, float]:
         """Log the critic's loss beside the actor's, at the last update of this step."""
         critic_loss = critic_update.result()  # None: there is no critic
         metrics = {} if critic_loss is None else {"critic_loss": float(critic_loss)}
@@ -269,13 +270,12 @@ class PPOTrainer(PolicyGradientTrainer):
         prompts are given back: the actor starts at the first one.
         """
         super().before_first_step()
-        for i in range(self.critic_warmup_steps):
+        warmup_steps = self.cfg.critic_warmup_steps
+        for i in range(warmup_steps):
             self.consumed_samples = (i % self.num_steps_per_epoch) * self.num_rollout_samples
             with self.logged_together():
                 with naming_step(f"critic warm-up {i}"):
-                    data, metrics, _ = self.generate_rollouts(
-                        sampling_step=i - self.critic_warmup_steps
-                    )
+                    data, metrics, _ = self.generate_rollouts(sampling_step=i - warmup_steps)
                 critic_loss = self.rm_critic.train(data).result()
                 if critic_loss is not None:
                     metrics["critic_loss"] = float(critic_loss)

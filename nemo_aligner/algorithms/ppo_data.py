@@ -12,7 +12,7 @@ over all DP ranks, S padded length; per transition `[B, S-1]`, aligned as in
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
@@ -59,25 +59,9 @@ from nemo_aligner.parallel.collectives import (
 
 @dataclass(frozen=True)
 class DataSettings:
-    """How rewards become advantages: the keys of `trainer.ppo` of the same names (docs/ppo.md)."""
+    """How rewards become advantages."""
 
-    discount_factor: float
-    gae_lambda: float
-    normalize_advantages: bool
-    use_absolute_kl: bool
-    kl_estimator: str | None
-    advantage_estimator: str
-    critic_gae_lambda: float | None
-    advantage_clip: float | None
-    reward_clip: float | None
-    whiten_rewards: bool
-    overlong_buffer_len: int
-    overlong_penalty_factor: float
-    process_rewards: str
-    sampler_correction: SamplerCorrection
-    covariance: CovarianceSettings
-    teacher_kl_coef: float
-    teacher_kl_discount: float
+    cfg: DictConfig  # `trainer.ppo`, complete (docs/ppo.md)
     # most tokens of a response; needed for the overlong penalty only
     max_response_length: int | None = None
     # a user's own estimator: (rewards, mask, prompts, values) of all ranks' samples to [N, S-1]
@@ -85,37 +69,29 @@ class DataSettings:
     # of an ensemble's models, in the order of their names; needed for gdpo only
     reward_weights: Sequence[float] = ()
 
-    @classmethod
-    def from_config(cls, cfg: DictConfig, **more: Any) -> DataSettings:
-        """From `trainer.ppo`, complete; `more` are the fields that it does not have."""
-        values = {field.name: cfg[field.name] for field in fields(cls) if field.name in cfg}
-        values["sampler_correction"] = SamplerCorrection(**cfg.sampler_correction)
-        values["covariance"] = CovarianceSettings(**cfg.covariance)
-        return cls(**values, **more)
-
     @property
     def corrects_sampler(self) -> bool:
-        correction = self.sampler_correction
+        correction = self.cfg.sampler_correction
         return correction.weights is not None or correction.reject is not None
 
     @property
     def estimator(self) -> AdvantageEstimator:
-        return ADVANTAGE_ESTIMATORS[self.advantage_estimator]
+        return ADVANTAGE_ESTIMATORS[self.cfg.advantage_estimator]
 
     def rescaled_by(self) -> str | None:
         """The setting by which advantages have another scale than the rewards; None: the same."""
         if self.estimator.divides_by_std:
-            return f"advantage_estimator={self.advantage_estimator}"
-        if self.normalize_advantages and not self.estimator.compares_responses:
+            return f"advantage_estimator={self.cfg.advantage_estimator}"
+        if self.cfg.normalize_advantages and not self.estimator.compares_responses:
             return "normalize_advantages=True"
-        return "whiten_rewards=True" if self.whiten_rewards else None
+        return "whiten_rewards=True" if self.cfg.whiten_rewards else None
 
     def harm_of_kl_estimator(self) -> str | None:
         """What is wrong with this KL in the reward, for a warning; None for k1."""
-        name = name_kl_estimator(self.use_absolute_kl, self.kl_estimator)
+        name = name_kl_estimator(self.cfg.use_absolute_kl, self.cfg.kl_estimator)
         if name == "k1":
             return None
-        key = f"kl_estimator={name}" if self.kl_estimator else "use_absolute_kl=True"
+        key = f"kl_estimator={name}" if self.cfg.kl_estimator else "use_absolute_kl=True"
         remedy = "use_absolute_kl=False and kl_estimator=null (which is k1)"
         return harm_of_kl(f"trainer.ppo.{key}", remedy)
 
@@ -140,6 +116,7 @@ def make_ppo_data(
     rollout_batch: RolloutBatch, settings: DataSettings, kl_penalty: float
 ) -> tuple[PPOTrainBatch, dict[str, Any]]:
     """`(data, metrics)`; see `PPOTrainer.generate_ppo_data`. `kl_penalty`: beta, of the KL."""
+    cfg = settings.cfg
     mask = response_mask(rollout_batch)
     columns = cast(dict[str, Tensor], rollout_batch)
     response = {
@@ -152,8 +129,8 @@ def make_ppo_data(
         init_policy_kl = calculate_kl_penalty(
             response["logprobs"],
             response["init_logprobs"],
-            settings.use_absolute_kl,
-            settings.kl_estimator,
+            cfg.use_absolute_kl,
+            cfg.kl_estimator,
         )
     rewards, of_tokens, reward_metrics = shape_rewards(rollout_batch, mask, settings)
     token_rewards = calculate_ppo_rewards(
@@ -169,7 +146,7 @@ def make_ppo_data(
         "init_policy_kl_per_sample": mean_of_sample_sums(init_policy_kl, mask),
         "rewards_with_kl": mean_of_sample_means(token_rewards, mask),
     }
-    if settings.whiten_rewards:
+    if cfg.whiten_rewards:
         token_rewards = normalize_tensor(token_rewards, mask, group=_dp_group(), shift_mean=False)
 
     learned, estimate_metrics = estimate_advantages(
@@ -180,16 +157,18 @@ def make_ppo_data(
         learned["advantages"], of_teacher, mask, settings
     )
     more_metrics: dict[str, float] = {}
-    if settings.covariance.rule is not None:
+    if cfg.covariance.rule is not None:
+        chosen = CovarianceSettings(**cfg.covariance)
         treated, more_metrics = treat_covariant_tokens(
-            learned["advantages"], response["logprobs"], rollout_batch, mask, settings.covariance
+            learned["advantages"], response["logprobs"], rollout_batch, mask, chosen
         )
         learned |= treated
     if "loss_multiplier" in rollout_batch:  # 0 is in the mask
         learned["advantages"] = learned["advantages"] * rollout_batch["loss_multiplier"][:, None]
     if settings.corrects_sampler:
+        correction = SamplerCorrection(**cfg.sampler_correction)
         learned["advantages"], sampler_metrics = correct_for_sampler(
-            learned["advantages"], rollout_batch, mask, settings.sampler_correction
+            learned["advantages"], rollout_batch, mask, correction
         )
         more_metrics = more_metrics | sampler_metrics
     data = {
@@ -228,24 +207,24 @@ def shape_rewards(
     """Rewards clipped and less the penalty of overlong responses: of each response at its end,
     `[B]`, and of its tokens, `[B, S-1]`, or None; and metrics of that.
     """
-    counts, metrics, of_tokens = mask.bool().any(-1), {}, None
+    cfg, counts, metrics, of_tokens = settings.cfg, mask.bool().any(-1), {}, None
     given, where = rollout_batch["rewards"], counts
     if "token_rewards" in rollout_batch:  # they are in place of those of whole responses
         given, where = rollout_batch["token_rewards"], scored_tokens(rollout_batch, mask)
         metrics["rewards_per_response"] = mean_of_sample_sums(where.float(), mask)
         given = torch.where(where, given, 0)
-    rewards = clip_rewards(given, settings.reward_clip)
-    if settings.reward_clip is not None:
+    rewards = clip_rewards(given, cfg.reward_clip)
+    if cfg.reward_clip is not None:
         metrics["fraction_of_rewards_clipped"] = mean_over_dp(rewards != given, where)
     if "token_rewards" in rollout_batch:
         rewards, of_tokens = torch.zeros_like(rollout_batch["rewards"]), rewards
-    if settings.overlong_buffer_len > 0:
+    if cfg.overlong_buffer_len > 0:
         assert settings.max_response_length is not None
         penalty = calculate_overlong_penalty(
             rollout_batch["response_lengths"] - rollout_batch["prompt_lengths"],
             settings.max_response_length,
-            settings.overlong_buffer_len,
-            settings.overlong_penalty_factor,
+            cfg.overlong_buffer_len,
+            cfg.overlong_penalty_factor,
         )
         rewards = rewards + penalty
         metrics["overlong_penalty"] = mean_over_dp(penalty, counts)
@@ -273,26 +252,27 @@ def estimate_advantages(
         token_rewards: `[B, S-1]`, KL penalty included.
         values: `[B, S-1]`, or None: no critic.
     """
+    cfg = settings.cfg
     metrics: dict[str, float] = {}
-    if settings.process_rewards == "steps" and "token_rewards" in rollout_batch:
+    if cfg.process_rewards == "steps" and "token_rewards" in rollout_batch:
         scored = scored_tokens(rollout_batch, mask)
         learned = {"advantages": compare_steps(token_rewards, rollout_batch["idx"], scored, mask)}
     elif settings.estimator.compares_responses:
         scores = masked_sum(token_rewards, mask, dim=1)
-        estimator = RESPONSE_ESTIMATORS[settings.advantage_estimator]
+        estimator = RESPONSE_ESTIMATORS[cfg.advantage_estimator]
         if settings.estimator.compares_parts:
             scores = rollout_batch["reward_parts"]
             estimator = partial(estimator, weights=settings.reward_weights)
         advantages, metrics = compare_responses(scores, rollout_batch["idx"], mask, estimator)
         learned = {"advantages": advantages}
     else:
-        advantages, returns = TOKEN_ESTIMATORS[settings.advantage_estimator](
+        advantages, returns = TOKEN_ESTIMATORS[cfg.advantage_estimator](
             values,
             token_rewards,
-            settings.discount_factor,
-            settings.gae_lambda,
+            cfg.discount_factor,
+            cfg.gae_lambda,
             mask,
-            settings.critic_gae_lambda,
+            cfg.critic_gae_lambda,
         )
         learned = {"advantages": advantages}
         if returns is not None and values is not None:
@@ -314,17 +294,12 @@ def own_advantages(
     mask: Tensor,
 ) -> Tensor:
     """Advantages `[B, S-1]` by a user's `function`, which gets the samples of all DP ranks, so
-    that they do not depend on the split. `ValueError`: it returns another shape.
+    that they do not depend on the split.
     """
     columns = {"rewards": token_rewards, "mask": mask, "prompts": idx}
     columns |= {} if values is None else {"values": values}
-    gathered = PPORolloutBatch(**columns).gather_and_balance_globally()
-    advantages = function(**({"values": None} | {key: gathered[key] for key in columns}))
-    if advantages.shape != gathered["rewards"].shape:
-        raise ValueError(
-            f"the advantages have the shape {list(advantages.shape)}, not that of the rewards, "
-            f"{list(gathered['rewards'].shape)}"
-        )
+    gathered = PPORolloutBatch(columns).gather_and_balance_globally()
+    advantages = function(**{"values": None, **gathered})
     return torch.where(mask.bool(), own_samples(advantages, len(idx)), 0)
 
 
@@ -387,8 +362,8 @@ def teach(
         "teacher_kl": mean_of_sample_means(kl, mask),
         "teacher_kl_per_sample": mean_of_sample_sums(kl, mask),
     }
-    to_come = calculate_reinforce_returns(-kl, settings.teacher_kl_discount, mask)
-    return settings.teacher_kl_coef * torch.where(mask.bool(), to_come, 0), metrics
+    to_come = calculate_reinforce_returns(-kl, settings.cfg.teacher_kl_discount, mask)
+    return settings.cfg.teacher_kl_coef * torch.where(mask.bool(), to_come, 0), metrics
 
 
 def shape_advantages(
@@ -397,13 +372,13 @@ def shape_advantages(
     """Advantages `[B, S-1]` normalized, with those of a teacher added, and clipped; and metrics.
     Those of compared responses and of a teacher have a scale of their own, so are not normalized.
     """
-    if settings.normalize_advantages and not settings.estimator.compares_responses:
+    if settings.cfg.normalize_advantages and not settings.estimator.compares_responses:
         advantages = normalize_tensor(advantages, mask, group=_dp_group())
     if of_teacher is not None:
         advantages = advantages + of_teacher
-    if settings.advantage_clip is None:
+    if settings.cfg.advantage_clip is None:
         return advantages, {}
-    clipped = clip_advantages(advantages, settings.advantage_clip)
+    clipped = clip_advantages(advantages, settings.cfg.advantage_clip)
     return clipped, {"fraction_of_advantages_clipped": mean_over_dp(clipped != advantages, mask)}
 
 

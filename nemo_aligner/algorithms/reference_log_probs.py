@@ -152,23 +152,24 @@ def with_reference_log_probs(
 def _key(model: ReferencePolicyMixin, dataset: Any, checkpoint: Path) -> str:
     """A hash of all that the log-probs depend on but the split; what rank 0 finds counts."""
     weights, lines, how = model.checksum_of_base(), dataset.lines, dataset.encoder.depends_on()
-    network = {name: str(OmegaConf.select(model.cfg, name)) for name in ARCHITECTURE_KEYS}
+    # But keys that say nothing about the log-probs (of the tokenizer, its fingerprint does).
+    free = ("parallel_size", "_dropout")
+    network = [
+        name
+        for name in ARCHITECTURE_KEYS
+        if not name.startswith("tokenizer.") and not name.endswith(free)
+    ]
     return on_rank_zero(
         lambda: key(
             [FORM, code_fingerprint()],
             [weights, _fingerprint_of_checkpoint(checkpoint), str(model.cfg.precision)],
-            {name: value for name, value in network.items() if not _is_free(name)},
+            {name: str(OmegaConf.select(model.cfg, name)) for name in network},
             [tokenizer_fingerprint(model.tokenizer), settings_of(model.tokenizer, *how)],
             [type(dataset).__name__, dataset.seq_length, [c.fields for c in lines.columns]],
             [file_fingerprint(file) for source in lines.sources for file in source.files],
             hashlib.sha256(dataset.documents.tobytes()).hexdigest(),
         )
     )
-
-
-def _is_free(name: str) -> bool:
-    """Whether a key says nothing about the log-probs (of the tokenizer, its fingerprint does)."""
-    return name.startswith("tokenizer.") or name.endswith(("parallel_size", "_dropout"))
 
 
 def _fingerprint_of_checkpoint(path: Path) -> str:
@@ -214,19 +215,15 @@ def _compute(model: ReferencePolicyMixin, dataset: Any, folder: Path, name: str)
                 meta = {"items": len(dataset), "shards": shards}
                 (partial / META).write_text(json.dumps(meta))
                 write_manifest(partial, {})
-                _rename(partial, folder)
+                try:
+                    partial.rename(folder)
+                except OSError as error:
+                    if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                        raise
+                    logging.info(f"another job has written {folder} in the meantime")
     finally:
         if is_first:
             shutil.rmtree(partial, ignore_errors=True)
-
-
-def _rename(partial: Path, folder: Path) -> None:
-    try:
-        partial.rename(folder)
-    except OSError as error:
-        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-            raise
-        logging.info(f"another job has written {folder} in the meantime")
 
 
 def _write_shards(

@@ -21,7 +21,7 @@ from omegaconf import DictConfig
 from torch import Tensor
 
 from nemo_aligner.algorithms.alarms import rollout_health
-from nemo_aligner.algorithms.policy_gradient import PolicyGradientTrainer, PromptParts
+from nemo_aligner.algorithms.policy_gradient import PolicyGradientTrainer
 from nemo_aligner.algorithms.ppo_data import (
     fraction_without_signal,
     harm_of_kl,
@@ -34,23 +34,24 @@ from nemo_aligner.algorithms.rollouts import (
     response_mask,
 )
 from nemo_aligner.algorithms.training_loop import Parts
+from nemo_aligner.checkpoint.checkpointing import CheckpointCallback
 from nemo_aligner.config.defaults import complete
 from nemo_aligner.config.values import Values
 from nemo_aligner.core.advantages import calculate_rloo_baseline
-from nemo_aligner.core.interfaces import (
-    CheckpointWriter,
-    Logger,
+from nemo_aligner.core.kl import calculate_kl_penalty
+from nemo_aligner.core.tensors import masked_sum
+from nemo_aligner.core.types import (
     Optimizer,
     PromptIterator,
     PromptLoaderBuilder,
-    RewardSource,
-    RunTimer,
+    ReinforceTrainBatch,
+    RolloutBatch,
     Scheduler,
 )
-from nemo_aligner.core.kl import calculate_kl_penalty
-from nemo_aligner.core.tensors import masked_sum
-from nemo_aligner.core.types import ReinforceTrainBatch, RolloutBatch
 from nemo_aligner.models.alignable_interface import PolicyWithReference
+from nemo_aligner.servers.scoring_clients import RemoteGPTRMClient
+from nemo_aligner.training.loggers import CustomLoggerWrapper
+from nemo_aligner.training.schedule import Timer
 
 # Two of them are here in NeMo-Aligner.
 __all__ = ["ReinforceRolloutBatch", "ReinforceTrainer", "compute_num_rollout_microbatches"]
@@ -73,11 +74,11 @@ class ReinforceTrainer(PolicyGradientTrainer):
         train_dataloader_builder: PromptLoaderBuilder,
         val_dataloader_builder: PromptLoaderBuilder | None,
         collate_fn: Any,
-        rm: RewardSource,
+        rm: RemoteGPTRMClient,
         batch_iterator_cls: PromptIterator,
-        logger: Logger,
-        ckpt_callback: CheckpointWriter,
-        run_timer: RunTimer,
+        logger: CustomLoggerWrapper,
+        ckpt_callback: CheckpointCallback,
+        run_timer: Timer,
     ):
         """As `PPOTrainer`; the number of responses to a prompt stands in `cfg`. `ConfigError`:
         values of `trainer.reinforce` and `model.reinforce` that cannot work together.
@@ -85,9 +86,8 @@ class ReinforceTrainer(PolicyGradientTrainer):
         cfg = complete(cfg, "gpt_reinforce_actor", "trainer.reinforce")
         Values({"trainer": {"reinforce": cfg}}).size(RESPONSES_KEY, 2)
         parts = Parts(cfg, model, optimizer, scheduler, logger, ckpt_callback, run_timer)
-        loaders = train_dataloader_builder, val_dataloader_builder
-        prompts = PromptParts(*loaders, collate_fn, batch_iterator_cls)
-        super().__init__(parts, prompts, cfg.num_rollouts_per_prompt, rm.infer_rm)
+        prompts = train_dataloader_builder, val_dataloader_builder, collate_fn, batch_iterator_cls
+        super().__init__(parts, *prompts, cfg.num_rollouts_per_prompt, rm.infer_rm)
         self.rm = rm
         if cfg.use_absolute_kl and self.compute_init_policy_kl:
             setting = "trainer.reinforce.use_absolute_kl"

@@ -34,12 +34,11 @@ from nemo_aligner.algorithms.rollouts import (
 )
 from nemo_aligner.algorithms.training_loop import Parts, TrainingLoop, scores_of
 from nemo_aligner.core.errors import ConfigError, UserError
-from nemo_aligner.core.interfaces import PendingScores, PromptSampler
-from nemo_aligner.core.types import InferenceBatch, Rollout, Scores
+from nemo_aligner.core.types import InferenceBatch, PromptSampler, Rollout, Scores
 from nemo_aligner.models.alignable_interface import AlignableGenerativeInterface
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.collectives import gathered
-from nemo_aligner.servers.futures import wait_for_all
+from nemo_aligner.servers.futures import FutureScores, wait_for_all
 from nemo_aligner.training.loggers import named
 from nemo_aligner.training.megatron_steps import naming_step
 from nemo_aligner.training.optim import train_on_batch
@@ -96,10 +95,11 @@ class RolloutTrainer(TrainingLoop):
         parts: Parts,
         sampler: PromptSampler,
         responses_per_prompt: int,
-        score: Callable[[Rollout], PendingScores],
+        score: Callable[[Rollout], FutureScores],
     ):
-        """Every rank builds one. `sampler`: of the training prompts; `score` sends a micro-batch
-        off to be scored.
+        """Every rank builds one; `ConfigError`: epochs that the sampler cannot make.
+
+        `sampler`: of the training prompts; `score` sends a micro-batch off to be scored.
         """
         super().__init__(parts, (f"gpt_{self.SECTION}_actor", f"trainer.{self.SECTION}"))
         self.bar = f"{self.NAME} Global Step"
@@ -125,21 +125,6 @@ class RolloutTrainer(TrainingLoop):
         self._gathered: dict[int, dict[str, Any]] = {}  # metrics by step, for `logged_together`
         self._phases: list[dict[str, Any]] = []  # of the timeline, likewise
 
-    def check_sizes(self, sampler: PromptSampler, samples_per_step: int, name: str) -> None:
-        """Raise `ConfigError` for sizes that cannot work together, and epochs that the sampler
-        cannot make. `samples_per_step` are trained on in a step; the user calls them `name`.
-        """
-        gbs, dp_size = self.cfg.model_gbs, parallel_state.get_data_parallel_world_size()
-        if gbs % dp_size:
-            raise ConfigError(
-                f"model.global_batch_size={gbs} is not divisible by the {dp_size} data-parallel "
-                "ranks; change one."
-            )
-        if samples_per_step % gbs:
-            raise ConfigError(
-                f"{name}={samples_per_step} is not a multiple of model.global_batch_size={gbs}; "
-                "change one of them."
-            )
         for key, least in (("max_epochs", 1), ("dynamic_sampling_rounds", 0)):
             asked = self.cfg.get(key) or least
             if asked > least and not getattr(sampler, "is_random", False):
@@ -148,6 +133,22 @@ class RolloutTrainer(TrainingLoop):
                     f"over at the end of the data, but the loader has a {type(sampler).__name__}. "
                     f"Change it, or set {key} to {least}."
                 )
+
+    def check_sizes(self, samples: int, name: str) -> None:
+        """Raise `ConfigError` unless the `samples` of a step, which the user calls `name`, make
+        whole global batches, and these whole shares of ranks.
+        """
+        gbs, dp_size = self.cfg.model_gbs, parallel_state.get_data_parallel_world_size()
+        if gbs % dp_size:
+            raise ConfigError(
+                f"model.global_batch_size={gbs} is not divisible by the {dp_size} data-parallel "
+                "ranks; change one."
+            )
+        if samples % gbs:
+            raise ConfigError(
+                f"{name}={samples} is not a multiple of model.global_batch_size={gbs}; change one "
+                "of them."
+            )
 
     @property
     def epoch(self) -> int:
@@ -264,7 +265,7 @@ class RolloutTrainer(TrainingLoop):
         order = gathered["sample_key"].argsort(stable=True)
         return CollectedRollout(gathered.select(order), order, pending)
 
-    def send_off(self, rollout: Rollout, sampling_step: int) -> PendingScores:
+    def send_off(self, rollout: Rollout, sampling_step: int) -> FutureScores:
         return self.score(rollout)
 
     def wait_for_scores(self, collected: CollectedRollout, with_values: bool = True) -> Scores:

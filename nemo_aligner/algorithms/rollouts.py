@@ -20,13 +20,13 @@ import torch
 from torch import Tensor
 
 from nemo_aligner.core.errors import ConfigError, UserError
-from nemo_aligner.core.interfaces import PendingScores, PromptLoader
 from nemo_aligner.core.tensors import create_mask, sample_seeds
 from nemo_aligner.core.tokenizer import Tokenizer
-from nemo_aligner.core.types import InferenceBatch, Rollout, RolloutBatch, Scores
+from nemo_aligner.core.types import InferenceBatch, PromptLoader, Rollout, RolloutBatch, Scores
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.collectives import gathered, rebalance_nd_tensor
 from nemo_aligner.parallel.device import get_device
+from nemo_aligner.servers.futures import FutureScores
 
 # ---------------------------------------------------------------------------- joining and dealing
 
@@ -277,7 +277,7 @@ class CollectedRollout:
     # int64 `[N]`, for each of them its place among the samples in the order of the ranks
     order: Tensor
     # the scores of this rank's micro-batches, in the order of generation
-    pending: list[PendingScores]
+    pending: list[FutureScores]
 
 
 # ---------------------------------------------------------------------------------- measurements

@@ -34,22 +34,24 @@ from nemo_aligner.algorithms.rollouts import (
     shares_of_global_batches,
 )
 from nemo_aligner.algorithms.training_loop import TRAIN_TABLE_ROWS, Parts
+from nemo_aligner.checkpoint.checkpointing import CheckpointCallback
 from nemo_aligner.config.jobs.actors import check_top_n
 from nemo_aligner.core.advantages import select_topk
-from nemo_aligner.core.interfaces import (
-    CheckpointWriter,
-    Logger,
+from nemo_aligner.core.types import (
+    InferenceBatch,
     Optimizer,
     PromptLoader,
-    RewardSource,
-    RunTimer,
+    Rollout,
+    RSTrainBatch,
     Scheduler,
+    Scores,
 )
-from nemo_aligner.core.types import InferenceBatch, Rollout, RSTrainBatch, Scores
 from nemo_aligner.models.alignable_interface import AlignableGenerativeInterface
 from nemo_aligner.parallel.collectives import sum_over_dp
 from nemo_aligner.parallel.device import get_device
-from nemo_aligner.training.schedule import endless_batches
+from nemo_aligner.servers.scoring_clients import RemoteGPTRMClient
+from nemo_aligner.training.loggers import CustomLoggerWrapper
+from nemo_aligner.training.schedule import Timer, endless_batches
 
 
 class RSTrainer(RolloutTrainer):
@@ -68,12 +70,12 @@ class RSTrainer(RolloutTrainer):
         scheduler: Scheduler,
         train_dataloader: PromptLoader,
         val_dataloader: PromptLoader | None,
-        logger: Logger,
-        ckpt_callback: CheckpointWriter,
-        run_timer: RunTimer,
+        logger: CustomLoggerWrapper,
+        ckpt_callback: CheckpointCallback,
+        run_timer: Timer,
         num_rollouts_per_prompt: int,
         top_n_rollouts: int,
-        rm: RewardSource,
+        rm: RemoteGPTRMClient,
     ):
         """Every rank builds one.
 
@@ -96,7 +98,7 @@ class RSTrainer(RolloutTrainer):
 
         kept, prompts = self.top_n_rollouts, self.num_rollout_samples
         name = f"model.rs.num_rollout_samples={prompts} x model.rs.top_n_rollouts={kept}"
-        self.check_sizes(sampler, prompts * kept, name)
+        self.check_sizes(prompts * kept, name)
         self.num_train_microbatches = compute_num_rollout_microbatches(train_dataloader)
         if val_dataloader is not None:
             self.num_val_microbatches = compute_num_rollout_microbatches(val_dataloader)

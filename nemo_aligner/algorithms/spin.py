@@ -143,16 +143,11 @@ class SPINTrainer(SupervisedTrainer):
             "sample_key": torch.arange(len(lengths)),
         }
         size = self.rollout_micro_batch_size
-        starts = range(0, len(lengths), size)
+        parts = [torch.split(x, size) for x in columns.values()]
+        count = {"rank_batches": len(parts[0])}
         queue = (
-            cast(
-                InferenceBatch,
-                {
-                    **{key: x[start : start + size] for key, x in columns.items()},
-                    "rank_batches": len(starts),
-                },
-            )
-            for start in starts
+            cast(InferenceBatch, dict(zip(columns, part, strict=True)) | count)
+            for part in zip(*parts, strict=True)
         )
         tokens: dict[int, Tensor] = {}
         is_end = torch.empty(len(lengths), dtype=torch.bool)

@@ -1,6 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Training on labelled data: supervised fine-tuning and reward models.
+"""Training on labelled data: supervised fine-tuning and reward models; DPO, IPO, RPO and KTO, with
+the reference's log-probs in each batch.
 
 `TrainingLoop.fit` is the loop; the model knows the loss (`SupervisedInterface`). One step is
 one optimizer update on one global batch. Metrics at step k describe the weights after k updates,
@@ -9,24 +10,26 @@ so the training loss at k and a validation at k belong to the same weights.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
 from omegaconf import DictConfig
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_collate
 
 from nemo_aligner.algorithms.training_loop import Parts, TrainingLoop
+from nemo_aligner.checkpoint.checkpointing import CheckpointCallback
 from nemo_aligner.core.errors import ConfigError
-from nemo_aligner.core.interfaces import CheckpointWriter, Logger, Optimizer, RunTimer, Scheduler
+from nemo_aligner.core.types import Optimizer, Scheduler
 from nemo_aligner.data.nlp.samplers import BatchSampler, MegatronPretrainingRandomBatchSampler
 from nemo_aligner.models.alignable_interface import SupervisedInterface
-from nemo_aligner.training.loggers import named
+from nemo_aligner.training.loggers import CustomLoggerWrapper, named
 from nemo_aligner.training.megatron_steps import naming_step
 from nemo_aligner.training.optim import train_on_batch
 from nemo_aligner.training.passes import TRAIN, in_short, token_metrics
 from nemo_aligner.training.schedule import (
     ScopedTimer,
+    Timer,
     compute_limit_batches,
     compute_num_steps_per_epoch,
     endless_batches,
@@ -60,9 +63,9 @@ class SupervisedTrainer(TrainingLoop):
         train_dataloader: DataLoader[Any],
         val_dataloader: DataLoader[Any] | Mapping[str, DataLoader[Any] | None] | None,
         test_dataloader: DataLoader[Any] | None,
-        logger: Logger,
-        ckpt_callback: CheckpointWriter,
-        run_timer: RunTimer,
+        logger: CustomLoggerWrapper,
+        ckpt_callback: CheckpointCallback,
+        run_timer: Timer,
         run_init_validation: bool = False,
         section: str | None = None,
     ):
@@ -199,13 +202,7 @@ class SupervisedTrainer(TrainingLoop):
     def _score(
         self, key: str, dataloader: DataLoader[Any], limit_batches: int | float | None
     ) -> dict[str, float]:
-        self.held_out[key] = self._validate(dataloader, limit_batches)
-        return named(f"{key}/", self.held_out[key][0])
-
-    def _validate(
-        self, dataloader: DataLoader[Any], limit_batches: int | float | None
-    ) -> tuple[dict[str, float], float]:
-        """Means over the batches by their metric `weights` (else 1), and the sum of these."""
+        """Means over the batches by their metric `weights` (else 1), to log."""
         sums: dict[str, float | Tensor] = {}
         total = 0.0
         sampler: Any = dataloader.batch_sampler
@@ -218,10 +215,11 @@ class SupervisedTrainer(TrainingLoop):
             if not weight:
                 continue  # a batch of stand-ins has no values
             total += weight
-            for key, value in metrics.items():
-                sums[key] = sums.get(key, 0.0) + weight * value
-        means = {key: value / total for key, value in sums.items()}
-        return self.model.summarize_metrics(means), total
+            for name, value in metrics.items():
+                sums[name] = sums.get(name, 0.0) + weight * value
+        means = self.model.summarize_metrics({k: value / total for k, value in sums.items()})
+        self.held_out[key] = means, total
+        return named(f"{key}/", means)
 
     def validation_step(self, batch: Any) -> tuple[float, Mapping[str, float | Tensor]]:
         """Loss and metrics of one global batch without learning from it; all ranks call it."""
@@ -278,3 +276,52 @@ class SupervisedTrainer(TrainingLoop):
         self.used = state_dict.get("used", used + 1 if self.consumed_samples else 0)
         self.more_steps = self.step + self.batches_left - (self.passes + 1) * batches
         self.set_max_steps()
+
+
+class DPOTrainer(SupervisedTrainer):
+    """Trains a policy on preference pairs; `cfg` is `trainer.dpo`, the others are those of
+    `SupervisedTrainer`. `collate_fn` makes a batch of what the loaders yield; None: they do.
+    """
+
+    JOB = ("gpt_dpo", "trainer.dpo")
+
+    def __init__(
+        self, *args: Any, collate_fn: Callable[..., Any] | None = None, **kwargs: Any
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self.collate_fn = collate_fn
+        if not getattr(self.model, "starts_as_reference", True):
+            self.alarms.thresholds.pop("first_rewards", None)
+
+    def train_single_step(self, batch: Any) -> dict[str, float]:
+        with self.timer("ref_policy_logprobs_time"):
+            batch = self.with_reference(batch)
+        return super().train_single_step(batch)
+
+    def validation_step(self, batch: Any) -> tuple[float, Mapping[str, float | Tensor]]:
+        return super().validation_step(self.with_reference(batch))
+
+    def with_reference(self, batch: Any) -> Any:
+        """`batch` with the reference's log-probs, computed unless the data have them."""
+        samples = batch if self.collate_fn is None else self.collate_fn(batch)
+        columns = tuple(self.model.REFERENCE_COLUMNS)
+        if all(column in samples for column in columns):
+            return samples
+        logprobs = self.model.get_ref_policy_logprobs(samples).chunk(len(columns))
+        return {**samples, **dict(zip(columns, logprobs, strict=True))}
+
+
+def dpo_custom_collate(batch: list[dict[str, Tensor]], *_args: Any, **_kwargs: Any) -> Any:
+    """A `DirectPairBatch` of items of `DPOModelDataset`, or a `LabelledResponseBatch` of those of
+    `KTOModelDataset`; the other arguments, NeMo-Aligner's, are not used.
+    """
+    return default_collate(batch)
+
+
+kto_custom_collate = dpo_custom_collate
+
+
+class KTOTrainer(DPOTrainer):
+    """Trains a policy on labelled responses; `cfg` is `trainer.kto`, the rest as `DPOTrainer`."""
+
+    JOB = ("gpt_kto", "trainer.kto")

@@ -22,26 +22,20 @@ from torch import Tensor
 from tqdm import tqdm
 
 from nemo_aligner.algorithms.alarms import Alarms
+from nemo_aligner.checkpoint.checkpointing import CheckpointCallback
 from nemo_aligner.config.defaults import complete
 from nemo_aligner.core.endings import ExitCode, JobStopped
 from nemo_aligner.core.errors import SaveError, ServerRequestError, UserError, cause_of
-from nemo_aligner.core.interfaces import (
-    CheckpointWriter,
-    Critic,
-    Logger,
-    Optimizer,
-    PendingScores,
-    RunTimer,
-    Scheduler,
-)
-from nemo_aligner.core.types import Rollout, Scores
+from nemo_aligner.core.types import Optimizer, Rollout, Scheduler, Scores
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.collectives import all_reduce_dict
 from nemo_aligner.parallel.device import get_device
-from nemo_aligner.servers.futures import OtherFuture, await_on_source, wait_for_all
+from nemo_aligner.servers.futures import FutureScores, OtherFuture, await_on_source, wait_for_all
+from nemo_aligner.training.loggers import CustomLoggerWrapper
 from nemo_aligner.training.passes import forget_token_counts
 from nemo_aligner.training.schedule import (
     ScopedTimer,
+    Timer,
     check_progress,
     say_complete,
     warn_of_unreachable_steps,
@@ -76,15 +70,15 @@ SHOWN = (  # metrics beside the bar, those of them that a job has
 
 @dataclass(frozen=True)
 class Parts:
-    """What every trainer works with; logger and checkpoints may be NeMo-Aligner's."""
+    """What every trainer works with; logger and checkpoints may be NeMo-Aligner's or a user's."""
 
     cfg: DictConfig  # the trainer's section; missing keys take their values from the YAML file
     model: Any
     optimizer: Optimizer
     scheduler: Scheduler
-    logger: Logger
-    ckpt_callback: CheckpointWriter
-    run_timer: RunTimer
+    logger: CustomLoggerWrapper
+    ckpt_callback: CheckpointCallback
+    run_timer: Timer
 
 
 class TrainingLoop(ABC):
@@ -229,7 +223,11 @@ def empty_table() -> pd.DataFrame:
 
 
 def log_table(
-    logger: Logger, key: str, table: pd.DataFrame, rows: list[dict[str, Any]], step: int
+    logger: CustomLoggerWrapper,
+    key: str,
+    table: pd.DataFrame,
+    rows: list[dict[str, Any]],
+    step: int,
 ) -> pd.DataFrame:
     """`table` with the `rows` of `step`, logged: the newest `KEPT_ROWS`, numbered as in all."""
     import pandas as pd
@@ -285,8 +283,8 @@ def _prefixed(prefix: str, metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 # ------------------------------------------------------------------------- parts that a user wrote
-# NeMo-Aligner's interface of each part is enough, and what it lacks of `core/interfaces.py` is
-# added; a complete part comes back as it is.
+# NeMo-Aligner's interface of each part is enough, and what it lacks of this package's is added; a
+# complete part comes back as it is.
 
 
 class _Completed:
@@ -318,14 +316,14 @@ class _RankZeroOutcome(OtherFuture):
         return await_on_source(own, 0, dist.group.WORLD if dist.is_initialized() else None)
 
 
-def scores_of(infer: Callable[[Rollout], Any]) -> Callable[[Rollout], PendingScores]:
+def scores_of(infer: Callable[[Rollout], Any]) -> Callable[[Rollout], FutureScores]:
     """`infer_rm` or `infer_rm_critic`; its future need not have `scores()`: see `_read_scores`."""
 
-    def ask(rollout: Rollout) -> PendingScores:
+    def ask(rollout: Rollout) -> FutureScores:
         future: Any = infer(rollout)
-        if hasattr(future, "scores"):
-            return cast(PendingScores, future)
-        return OtherFuture(future, lambda got: _read_scores(got, rollout))
+        if not hasattr(future, "scores"):
+            future = OtherFuture(future, lambda got: _read_scores(got, rollout))
+        return cast(FutureScores, future)
 
     return ask
 
@@ -344,7 +342,7 @@ def _read_scores(got: Any, rollout: Rollout) -> Scores:
     return Scores(rewards, values)
 
 
-def complete_critic(client: Any) -> Critic:
+def complete_critic(client: Any) -> Any:
     """A critic client, of which `infer_rm_critic`, `train(data)` and `save()` are enough."""
 
     def warn(*_args: Any) -> None:
@@ -358,7 +356,7 @@ def complete_critic(client: Any) -> Critic:
         "save": lambda actor_step=None: _RankZeroOutcome(client.save(), _nothing),
         "check_status": warn,
     }
-    return cast(Critic, client if hasattr(client, "check_status") else _Completed(client, added))
+    return client if hasattr(client, "check_status") else _Completed(client, added)
 
 
 def _read_loss(got: Any) -> float | None:
@@ -376,9 +374,9 @@ def log_probs(compute: Callable[..., Tensor], tokens: Tensor, lengths: Tensor) -
     return compute(tokens)
 
 
-def complete_outputs(logger: Any, callback: Any) -> tuple[Logger, Any]:
+def complete_outputs(logger: Any, callback: Any) -> tuple[CustomLoggerWrapper, Any]:
     """What every trainer writes with. Enough are a logger without `log_samples`, and a
-    `CheckpointWriter` with `custom_save(monitor_candidates, is_train_end)` alone, whose
+    `CheckpointCallback` with `custom_save(monitor_candidates, is_train_end)` alone, whose
     checkpoints are complete when that returns, and are not known afterwards.
     """
     if not hasattr(logger, "log_samples"):

@@ -1,6 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What the batches hold, and the one alignment convention of the project.
+"""What the batches hold, the one alignment convention of the project, and what trainers expect of
+loaders of prompts.
 
 Notation: B samples, S padded number of tokens, P prompt length, R **total** length (prompt +
 response, with its end token). `response_tokens` holds prompt + response, and `response_lengths` is
@@ -26,8 +27,9 @@ Batches are plain dicts, because Megatron's data iterator and the wire need dict
 below name their entries.
 """
 
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TypedDict
+from typing import Any, Protocol, TypedDict
 
 from torch import Tensor
 from typing_extensions import NotRequired
@@ -241,3 +243,36 @@ class SFTBatch(_Examples, total=False):
     """Prompt-response examples for supervised fine-tuning."""
 
     packed_position_ids: Tensor  # int64 [B, S]: of packed samples, 0 where one begins
+
+
+# Megatron Core's, or what has the same: `param_groups`, `zero_grad()` and `step() -> (succeeded,
+# norm of the gradient, number of zeros in it)` the first, `step(increment=updates)` the second.
+Optimizer = Any
+Scheduler = Any
+
+
+class PromptSampler(Protocol):
+    """Yields the dataset indices of this rank's micro-batches, one rollout after the other."""
+
+    total_samples: int
+    consumed_samples: int
+    global_batch_size: int  # prompts of one rollout, over all ranks
+    micro_batch_size: int
+    drop_last: bool
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """The indices of one micro-batch after the other."""
+
+
+class PromptLoader(Protocol):
+    """A data loader of prompts."""
+
+    batch_sampler: PromptSampler
+    dataset: Any
+
+    def __iter__(self) -> Iterator[InferenceBatch]:
+        """The micro-batches."""
+
+
+PromptLoaderBuilder = Callable[..., PromptLoader]  # called as builder(consumed_samples=...)
+PromptIterator = Callable[..., Iterable[InferenceBatch]]  # see data/nlp/samplers.py

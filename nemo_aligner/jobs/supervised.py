@@ -12,8 +12,8 @@ from omegaconf import DictConfig
 from nemo_aligner.config.jobs import supervised
 from nemo_aligner.config.values import Values, resolved
 from nemo_aligner.core.errors import UserError
+from nemo_aligner.launch.endings import long_imports
 from nemo_aligner.launch.job_entry import job_main
-from nemo_aligner.launch.start_up import long_imports
 
 if TYPE_CHECKING:
     from nemo.collections.common.tokenizers.tokenizer_spec import TokenizerSpec
@@ -40,7 +40,9 @@ def train_sft(cfg: DictConfig) -> None:
         from nemo_aligner.models.nlp.gpt.gpt_sft_model import GPTSFTModel
 
     job, model = start_with_model(cfg, GPTSFTModel)
-    loaders = build_sft_dataloaders(cfg, model.tokenizer, cfg.model.answer_only_loss)
+    loaders = build_sft_dataloaders(
+        cfg, model.tokenizer, answer_only_loss=cfg.model.answer_only_loss
+    )
     train_supervised(cfg, job, model, loaders)
 
 
@@ -59,12 +61,12 @@ def train_steerlm2(cfg: DictConfig) -> None:
     with long_imports():
         from nemo_aligner.data.nlp.steerlm import build_steerlm2_dataset
         from nemo_aligner.launch.experiment import start_with_model
-        from nemo_aligner.launch.supervised_job import build_sft_loaders, train_supervised
+        from nemo_aligner.launch.supervised_job import build_sft_dataloaders, train_supervised
         from nemo_aligner.models.nlp.gpt.gpt_sft_model import GPTSteerLMModel
 
     job, model = start_with_model(cfg, GPTSteerLMModel)
     build = partial(build_steerlm2_dataset, special_tokens=cfg.model.data.chat_prompt_tokens)
-    loaders = build_sft_loaders(cfg, build, model.tokenizer)
+    loaders = build_sft_dataloaders(cfg, model.tokenizer, build)
     train: Any = loaders.train.dataset
     model.check_responses(train.num_responses)
     train_supervised(cfg, job, model, loaders)
@@ -107,7 +109,7 @@ def train_dpo(cfg: DictConfig) -> None:
     host memory, or with `model.peft.peft_scheme=lora` the model without its adapters.
     """
     with long_imports():
-        from nemo_aligner.algorithms.dpo import DPOTrainer
+        from nemo_aligner.algorithms.supervised import DPOTrainer
         from nemo_aligner.launch.supervised_job import train_on_preferences
         from nemo_aligner.models.nlp.gpt.megatron_gpt_dpo_model import MegatronGPTDPOModel
 
@@ -126,7 +128,7 @@ def train_kto(cfg: DictConfig) -> None:
     weights in host memory, or with `model.peft.peft_scheme=lora` the model without its adapters.
     """
     with long_imports():
-        from nemo_aligner.algorithms.dpo import KTOTrainer
+        from nemo_aligner.algorithms.supervised import KTOTrainer
         from nemo_aligner.launch.supervised_job import train_on_preferences
         from nemo_aligner.models.nlp.gpt.megatron_gpt_dpo_model import MegatronGPTKTOModel
 

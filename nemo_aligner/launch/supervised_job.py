@@ -170,27 +170,20 @@ def build_preference_dataloaders(cfg: DictConfig, kind: str, model: Any) -> Load
 def build_sft_dataloaders(
     cfg: DictConfig,
     tokenizer: Tokenizer,
-    answer_only_loss: bool = True,
+    build: Callable[..., Any] | None = None,
     collate_fn: Callable[..., Any] | None = None,
+    answer_only_loss: bool = True,
 ) -> Loaders:
-    """`build_sft_loaders` of prompts with responses, or of conversations; `answer_only_loss`
-    trains on the responses only.
+    """Loaders of `model.data.train_ds` and, if it has files, `validation_ds`.
+
+    Args:
+        build: makes a data set of (section, tokenizer); None: of prompts with responses, or of
+            conversations, of which `answer_only_loss` trains on the responses only.
+        collate_fn: of the training data, in place of its own.
     """
     data = cfg.model.data
-    build = partial(build_sft_dataset, answer_only_loss=answer_only_loss, data=data)
-    return build_sft_loaders(cfg, build, tokenizer, collate_fn)
-
-
-def build_sft_loaders(
-    cfg: DictConfig,
-    build: Callable[..., Any],
-    tokenizer: Tokenizer,
-    collate_fn: Callable[..., Any] | None = None,
-) -> Loaders:
-    """Loaders of `model.data.train_ds` and, if it has files, `validation_ds`. `build` makes a data
-    set of (section, tokenizer); `collate_fn` is of the training data, in place of its own.
-    """
-    train, validation = cfg.model.data.train_ds, cfg.model.data.validation_ds
+    build = build or partial(build_sft_dataset, answer_only_loss=answer_only_loss, data=data)
+    train, validation = data.train_ds, data.validation_ds
     dataset = build(train, tokenizer)
     train_loader = _loader(cfg, dataset, train.shuffle, drop_last=True, collate_fn=collate_fn)
     sets = {}

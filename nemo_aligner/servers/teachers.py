@@ -16,7 +16,6 @@ from omegaconf import DictConfig
 from torch import Tensor
 
 from nemo_aligner.config.server_rules import read_teachers
-from nemo_aligner.core.interfaces import PendingScores
 from nemo_aligner.core.types import Rollout, Scores
 from nemo_aligner.parallel.device import get_device
 from nemo_aligner.servers import schema
@@ -127,7 +126,7 @@ class PolicyTeachers(RemoteTeacherClient):
         super().__init__(cfg, tokenizer, max_length)
         self._named = named
 
-    def beside(self, scores: PendingScores, rollout_batch: Rollout) -> FutureScores:
+    def beside(self, scores: FutureScores, rollout_batch: Rollout) -> FutureScores:
         """Ask for the log-probs of a micro-batch; returns at once, and they come with `scores`."""
         tokens, lengths = rollout_batch["response_tokens"], rollout_batch["response_lengths"]
         names = self._named(rollout_batch["record"]) if self._named else self.names * len(tokens)
@@ -135,7 +134,7 @@ class PolicyTeachers(RemoteTeacherClient):
 
 
 class _TaughtScores(FutureScores):
-    def __init__(self, scores: PendingScores, asked: _Asked):
+    def __init__(self, scores: FutureScores, asked: _Asked):
         self._scores, self._asked = scores, asked
         self.pending = (*scores.pending, *asked.pending)
 

@@ -45,7 +45,7 @@ from nemo_aligner.config.optim_rules import (
     unread_keys,
 )
 from nemo_aligner.core.errors import ConfigError, NonFiniteError
-from nemo_aligner.core.interfaces import Optimizer, Scheduler
+from nemo_aligner.core.types import Optimizer, Scheduler
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.device import get_device
 

@@ -17,10 +17,11 @@ from omegaconf import DictConfig
 
 from nemo_aligner.core.endings import progress
 from nemo_aligner.core.errors import ConfigError, UserError
-from nemo_aligner.core.interfaces import Logger, PromptSampler
+from nemo_aligner.core.types import PromptSampler
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.collectives import all_reduce, on_rank_zero
 from nemo_aligner.parallel.device import get_device
+from nemo_aligner.training.loggers import CustomLoggerWrapper
 
 
 def compute_limit_batches(number_of_batches: int, limit_batches: int | float | None) -> int:
@@ -342,7 +343,7 @@ FILE = "timeline"  # .jsonl
 
 
 @contextmanager
-def logged_phase(logger: Logger, step: int, phase: str) -> Iterator[None]:
+def logged_phase(logger: CustomLoggerWrapper, step: int, phase: str) -> Iterator[None]:
     """Append the scope to the timeline of the job, unless it raises."""
     start, clock = time.time(), time.monotonic()
     yield

@@ -22,7 +22,7 @@ from nemo_aligner.core.endings import ExitCode, JobStopped, note_ending, progres
 from nemo_aligner.parallel.environment import is_rank_zero
 
 if TYPE_CHECKING:
-    from nemo_aligner.core.interfaces import RunTimer
+    from nemo_aligner.training.schedule import Timer
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 # One request may arrive twice: a launcher hands on what the process got with its group already.
@@ -130,7 +130,7 @@ class StopRequests:
         finally:
             self._in_loop = False
 
-    def after_step(self, step: int, run_timer: "RunTimer") -> JobStopped | None:
+    def after_step(self, step: int, run_timer: "Timer") -> JobStopped | None:
         """Why the job ends after `step` finished steps, equal on every rank; None: it does not."""
         self.has_trained, self.step = True, step
         return self._stop(self.received or (TIME_IS_OVER if run_timer.is_finished() else 0))

@@ -1,7 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
 """Wrong paths, keys, sizes and data forms are told by every job before its packages are imported
-(launch/inputs.py).
+(launch/job_entry.py).
 """
 
 import json

@@ -33,7 +33,7 @@ from nemo_aligner.inspection.findings import (
     pieces,
     read_samples,
 )
-from nemo_aligner.launch.inputs import check_inputs
+from nemo_aligner.launch.job_entry import check_inputs
 from nemo_aligner.models.nlp.gpt.tokenizers import build_tokenizer
 from tests.cases import some_of
 from tests.chat_forms import FAMILIES, write_tokenizer

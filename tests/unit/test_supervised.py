@@ -198,7 +198,8 @@ def test_validation_is_weighted_and_monitored():
 def test_a_batch_of_empty_slots_does_not_spoil_the_mean():
     trainer = make()
     batches = Batches([torch.tensor([1, 2]), torch.tensor([-1, -1])])
-    metrics, samples = trainer._validate(batches, None)
+    trainer._score("held out", batches, None)
+    metrics, samples = trainer.held_out["held out"]
     assert metrics["acc"] == 1.5 and samples == 2
 
 

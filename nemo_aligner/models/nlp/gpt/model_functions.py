@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from nemo_aligner.core.errors import UserError
-from nemo_aligner.core.interfaces import Optimizer
+from nemo_aligner.core.types import Optimizer
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 from nemo_aligner.training import optim
 
