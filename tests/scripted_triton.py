@@ -7,13 +7,14 @@ import socketserver
 import threading
 from http.server import BaseHTTPRequestHandler
 
-from nemo_aligner.servers.front import REQUEST_PARAMETER, Front, Triton
+from nemo_aligner.servers.front import Front
 from nemo_aligner.servers.ports import find_free_port
+from nemo_aligner.servers.triton_host import REQUEST_PARAMETER, TritonHost
 
 
-def open_front(endpoints, access, port=0, tls=None, triton=None):
+def open_front(endpoints, access, port=0, tls=None, kind=Front):
     """A front that serves `endpoints`, each with its function, until `close`. 0: a free port."""
-    front = Front("127.0.0.1", port or find_free_port(), endpoints, access, tls, triton)
+    front = kind("127.0.0.1", port or find_free_port(), endpoints, access, tls)
     front.open()
     return front
 
@@ -22,7 +23,7 @@ class ScriptedTriton(socketserver.ThreadingUnixStreamServer):
     """Hands each request over, as `TritonHost` does.
 
     Attributes:
-        held: the requests that it has been given.
+        front: what hands it requests.
         seen: method, path and body of each request.
         handled: endpoints whose functions have been called; those note it.
         says: from a path to what it describes there.
@@ -33,15 +34,17 @@ class ScriptedTriton(socketserver.ThreadingUnixStreamServer):
 
     def __init__(self, path, says=lambda path: b""):
         super().__init__(str(path), _Script)
-        self.held = Triton(str(path))
+        self.path, self.front = str(path), None
         self.seen, self.handled, self.says, self.cut_short = [], [], says, None
         threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
 
     def hand_over(self, name):
-        self.held.hand_over(name)
+        self.front.hand_over(name)
 
     def open_front(self, handlers, access, port=0):
-        return open_front(handlers, access, port, triton=self.held)
+        self.front = open_front(handlers, access, port, kind=TritonHost)
+        self.front.socket_path = self.path
+        return self.front
 
 
 class _Script(BaseHTTPRequestHandler):

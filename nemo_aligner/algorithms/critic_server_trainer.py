@@ -16,7 +16,6 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -28,15 +27,13 @@ from torch import Tensor
 from nemo_aligner.algorithms.alarms import Alarms
 from nemo_aligner.algorithms.training_loop import complete_outputs
 from nemo_aligner.checkpoint.checkpointing import CheckpointCallback
-from nemo_aligner.config.access import server_token
 from nemo_aligner.config.defaults import complete
-from nemo_aligner.config.server_rules import read_frontend
-from nemo_aligner.core.errors import SaveError, cause_of
+from nemo_aligner.core.errors import ConfigError, SaveError, cause_of
 from nemo_aligner.core.types import Optimizer, Scheduler
 from nemo_aligner.models.alignable_interface import CriticModelInterface
+from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.device import get_device
 from nemo_aligner.servers import schema
-from nemo_aligner.servers.admission import Access
 from nemo_aligner.servers.constants import ServerSignal
 from nemo_aligner.servers.control_group import ControlGroup
 from nemo_aligner.servers.requests import PieceStore, pad_rows
@@ -44,16 +41,14 @@ from nemo_aligner.servers.schema import Array, Arrays
 from nemo_aligner.servers.scoring import (
     Inputs,
     Scorer,
-    batcher_options,
     model_limits,
     share_of_rank,
 )
 from nemo_aligner.servers.server_loop import (
-    BackgroundWork,
-    Frontend,
     OperationFailedError,
     ServerLoop,
     ServerStoppingError,
+    read_front,
 )
 from nemo_aligner.servers.validation import read_request_id, validate_training_inputs
 from nemo_aligner.training.loggers import CustomLoggerWrapper, named
@@ -105,16 +100,14 @@ class CriticServerTrainer:
         self.logger, self.ckpt_callback = complete_outputs(logger, ckpt_callback)
         self.gbs = gbs
 
-        token = server_token(cfg.host, cfg.token_file, "trainer.ppo")
         server = complete(server, "gpt_ppo_critic", "server")
-        self._frontend = Frontend(
-            cfg.host,
-            int(cfg.port),
-            Access(token, int(cfg.max_request_mb * 2**20), cfg.require_lease),
-            batcher_options(cfg.max_queue_delay_microseconds, cfg.inference_micro_batch_size),
-            server.frontend,
-            read_frontend(server.frontend, server.tls_certificate, server.tls_key),
-        )
+        self._make_front = read_front(cfg, server, "trainer.ppo", cfg.require_lease)
+        dp_size = parallel_state.get_data_parallel_world_size()
+        if gbs % dp_size:
+            raise ConfigError(
+                f"model.global_batch_size={gbs} does not divide over the critic's {dp_size} data-"
+                "parallel ranks. Change it, trainer.devices, or the other parallel sizes."
+            )
         self.vocab_size, self.max_length = model_limits(model)
         self._scorer = Scorer(
             self._score_rows,
@@ -181,18 +174,15 @@ class CriticServerTrainer:
             ],
             operations={
                 ServerSignal.FORWARD: self._scorer.forward,
-                ServerSignal.TRAIN: self._train,
+                ServerSignal.TRAIN: self._update,
                 ServerSignal.SAVE: self._save,
                 ServerSignal.RESUME: self._resume,
             },
             after_failure=self._recover,
             control=self.control,
-            frontend=self._frontend,
-            background=BackgroundWork(
-                lambda: self._saving is not None,
-                partial(self._end_save, wait=False),
-                partial(self._end_save, wait=True),
-            ),
+            make_front=self._make_front,
+            is_saving=lambda: self._saving is not None,
+            end_save=self._end_save,
         )
         self._loop.run()
 
@@ -209,38 +199,41 @@ class CriticServerTrainer:
         """
         sent_id, piece = inputs.pop("request_id", None), inputs.pop("piece", None)
         request_id = None if sent_id is None else read_request_id(sent_id)
-        arrays = self._check_training(inputs)
+        self._check_training(inputs)
         if request_id is not None and request_id in self._replies:
             logging.warning(f"critic_train: request {request_id} came again: no second update")
-            return _answer(request_id, self._replies[request_id])
-        whole = self._put_together(request_id, piece, arrays)
+            return self._reply_to(request_id)
+        whole: Arrays | None = inputs
+        if piece is None:
+            self._pieces.drop()  # of a client that has given its request up
+        elif request_id is None:
+            raise schema.RequestError("critic_train: 'piece' is sent without a 'request_id'.")
+        else:
+            first, rows = np.ravel(piece).tolist()
+            whole = self._pieces.add(request_id, first, rows, inputs)
         if whole is None:
             return {"loss_mean": np.array([np.nan], dtype=np.float32)}
         with self._scorer.turns.changing():
+            if request_id is None:
+                return self._submit(ServerSignal.TRAIN, whole)
             step = self.step
             try:
-                reply: Arrays | Exception = self._submit(ServerSignal.TRAIN, whole)
+                self._replies[request_id] = self._submit(ServerSignal.TRAIN, whole)
             except Exception as error:
-                if request_id is None or self.step == step:  # in the latter case it may come again
+                if self.step == step:
                     raise
-                reply = error
-        if request_id is not None:
-            self._replies[request_id] = reply
-            if len(self._replies) > REMEMBERED_REQUESTS:
-                self._replies.popitem(last=False)
-        return _answer(request_id, reply)
+                self._replies[request_id] = error
+        if len(self._replies) > REMEMBERED_REQUESTS:
+            self._replies.popitem(last=False)
+        return self._reply_to(request_id)
 
-    def _put_together(
-        self, request_id: str | None, piece: Array | None, arrays: Arrays
-    ) -> Arrays | None:
-        """Return the arrays of a whole request, None while pieces of it are still to come."""
-        if piece is None:
-            self._pieces.drop()  # of a client that has given its request up
-            return arrays
-        if request_id is None:
-            raise schema.RequestError("critic_train: 'piece' is sent without a 'request_id'.")
-        first, rows = np.asarray(piece).reshape(-1).tolist()
-        return self._pieces.add(request_id, first, rows, arrays)
+    def _reply_to(self, request_id: str) -> Arrays:
+        reply = self._replies[request_id]
+        if isinstance(reply, Exception):
+            raise OperationFailedError(
+                f"request {request_id} failed halfway and is not repeated: {cause_of(reply)}"
+            ) from reply
+        return reply
 
     def server_save(self, **inputs: Array) -> Arrays:
         """Handle `critic_save`; the reply comes when the checkpoint is complete. If that is
@@ -329,14 +322,7 @@ class CriticServerTrainer:
         ):
             return infer(samples[:2])
 
-    def _check_training(self, inputs: Inputs) -> Arrays:
-        names = ("tokens", "returns", "prev_values", "mask")
-        arrays = {name: array for name in names if (array := inputs.get(name)) is not None}
-        missing = [name for name in names if name not in arrays]
-        if missing:
-            raise schema.RequestError(
-                f"critic_train: input tensor '{missing[0]}' is missing; send {', '.join(names)}."
-            )
+    def _check_training(self, arrays: Arrays) -> Arrays:
         validate_training_inputs(**arrays, vocab_size=self.vocab_size, max_length=self.max_length)
         return arrays
 
@@ -354,13 +340,11 @@ class CriticServerTrainer:
         """
         if isinstance(tokens, Mapping):
             return self.run_training(**tokens)
-        given = {"tokens": tokens, "returns": returns, "prev_values": prev_values, "mask": mask}
-        return self._update(self.control.from_rank_zero(lambda: self._check_training(given)))
+        named = {"tokens": tokens, "returns": returns, "prev_values": prev_values, "mask": mask}
+        inputs = {name: array for name, array in named.items() if array is not None}
+        return self._update(**self.control.from_rank_zero(lambda: self._check_training(inputs)))
 
-    def _train(self, **arrays: Array) -> Arrays:
-        return self._update(self.control.from_rank_zero(lambda: arrays))
-
-    def _update(self, arrays: Arrays) -> Arrays:
+    def _update(self, **arrays: Array) -> Arrays:
         losses = []
         # Empty rows, whose mask is 0, up to whole batches.
         arrays = {name: pad_rows(array, self.gbs) for name, array in arrays.items()}
@@ -392,24 +376,23 @@ class CriticServerTrainer:
         self.alarms.check_replicas(self.model, self.step)
         return float(metrics["loss"])
 
-    def _save(self, **inputs: Array) -> Arrays:
-        actor_step = int(self.control.from_rank_zero(lambda: inputs)["actor_step"][0])
+    def _save(self, actor_step: Array) -> Arrays:
         # The same request again, whose first reply was lost, finds its checkpoint written, or
         # waits for it.
-        asked = self.step, actor_step
+        asked = self.step, int(actor_step[0])
         saving = self._saving and (self._saving.step, self._saving.actor_step)
-        if actor_step == schema.UNKNOWN_STEP or asked not in (self._written, saving):
+        if asked[1] == schema.UNKNOWN_STEP or asked not in (self._written, saving):
             with logged_phase(self.logger, self.step, "save"):
-                self.save(actor_step=actor_step)
+                self.save(actor_step=asked[1])
         return {"status": np.zeros(1, dtype=np.int64)}
 
-    def _resume(self, **inputs: Array) -> Arrays:
-        actor_step = int(self.control.from_rank_zero(lambda: inputs)["actor_step"][0])
+    def _resume(self, actor_step: Array) -> Arrays:
+        step = int(actor_step[0])
         self._end_save(wait=True)
-        if actor_step != self.actor_step or self.step != self.saved_step:
+        if step != self.actor_step or self.step != self.saved_step:
             with self._prepared(self.model.prepare_for_training, self.model.finish_training):
-                self.load_state_dict(self.ckpt_callback.load_at("actor_step", actor_step))
-            logging.info(f"critic server: went back to the checkpoint of actor step {actor_step}")
+                self.load_state_dict(self.ckpt_callback.load_at("actor_step", step))
+            logging.info(f"critic server: went back to the checkpoint of actor step {step}")
         return {}
 
     def save(
@@ -455,11 +438,3 @@ class CriticServerTrainer:
             self.saved_step, self.actor_step = save.step, save.actor_step
             self._written = save.step, save.actor_step
             save.outcome.set_result(None)
-
-
-def _answer(request_id: str | None, reply: Arrays | Exception) -> Arrays:
-    if isinstance(reply, Exception):
-        raise OperationFailedError(
-            f"request {request_id} failed halfway and is not repeated: {cause_of(reply)}"
-        ) from reply
-    return reply

@@ -13,14 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nemo_aligner.config.access import server_token
-from nemo_aligner.config.server_rules import read_frontend
 from nemo_aligner.servers import schema
-from nemo_aligner.servers.admission import Access
 from nemo_aligner.servers.constants import ServerSignal
-from nemo_aligner.servers.schema import Array, Arrays, RequestError
-from nemo_aligner.servers.scoring import Scorer, batcher_options
-from nemo_aligner.servers.server_loop import Frontend, ServerLoop
+from nemo_aligner.servers.schema import Array, Arrays
+from nemo_aligner.servers.scoring import Scorer
+from nemo_aligner.servers.server_loop import ServerLoop, read_front
 
 
 @dataclasses.dataclass
@@ -67,15 +64,7 @@ class RewardModelServer:
 
     def __post_init__(self) -> None:
         self._loop: ServerLoop | None = None
-        token = server_token(self.host, self.token_file, "inference")
-        self._frontend = Frontend(
-            self.host,
-            int(self.port),
-            Access(token, int(self.max_request_mb * 2**20)),
-            batcher_options(self.max_queue_delay_microseconds, self.inference_micro_batch_size),
-            self.frontend,
-            read_frontend(self.frontend, self.tls_certificate, self.tls_key),
-        )
+        self._make_front = read_front(self, self, "inference")
         self._scorer = Scorer(
             self._score_rows,
             self.tokenize_func,
@@ -96,7 +85,7 @@ class RewardModelServer:
             operations={ServerSignal.FORWARD: self._scorer.forward},
             after_failure=lambda signal_: None,  # the model stays prepared for inference
             control=self._scorer.control,
-            frontend=self._frontend,
+            make_front=self._make_front,
         )
         self._loop.run()
 
@@ -128,20 +117,19 @@ class RewardModelServer:
         else:
             rewards = self.infer_fn((tokens, lengths))
         rewards = torch.as_tensor(rewards)
+        needed = "one number" if self.attributes == 1 else f"{self.attributes} numbers"
+        fits = rewards.numel() == len(tokens) * self.attributes
         if self.per_token:
-            if rewards.shape != tokens.shape:
-                shapes = f"{list(rewards.shape)} for tokens of shape {list(tokens.shape)}"
-                needed = "it must give one number, or NaN, per token"
-                raise RuntimeError(f"the served reward gave numbers of shape {shapes}; {needed}.")
-            total = rewards.double().nansum(1, keepdim=True).float()
-            return {"rewards": total, "token_rewards": rewards}
-        if rewards.numel() != tokens.shape[0] * self.attributes:
-            needed = "one number" if self.attributes == 1 else f"{self.attributes} numbers"
+            fits, needed = rewards.shape == tokens.shape, "as many numbers, or NaN, as tokens"
+        if not fits:
             raise RuntimeError(
-                f"the served reward gave numbers of shape {list(rewards.shape)} for "
-                f"{tokens.shape[0]} row(s); it must give {needed} per row. Several attributes are "
+                f"the served reward gave numbers of shape {list(rewards.shape)} for tokens "
+                f"{list(tokens.shape)}; it must give {needed} per row. Several attributes are "
                 "merged with model.regression.merge_attributes=True."
             )
+        if self.per_token:
+            total = rewards.double().nansum(1, keepdim=True).float()
+            return {"rewards": total, "token_rewards": rewards}
         return {"rewards": rewards.reshape(-1, self.attributes)}
 
 
@@ -176,9 +164,3 @@ class TeacherServer(RewardModelServer):
             "log_sum_exp_logits": found.log_sum_exp,
             "log_probs": found.log_probs,
         }
-
-
-def no_sentences(sentences: list[str]) -> tuple[Any, Any]:
-    """In place of a tokenizer: a teacher is asked about tokens, so raise `RequestError`."""
-    came = f"{len(sentences)} 'sentences' came, but a teacher gives logits of tokens"
-    raise RequestError(f"{came}: send 'tokens' and 'sequence_lengths'.")

@@ -89,7 +89,6 @@ def _serve_model(cfg: DictConfig) -> None:
         from nemo_aligner.launch.experiment import start_processes
         from nemo_aligner.launch.model_loading import complete_model_config, load_reward_model
         from nemo_aligner.servers.reward_function import scores_of_places
-        from nemo_aligner.servers.scoring import model_limits
 
     source = open_source(cfg.rm_model_file, "rm_model_file")
     cfg.model = complete_model_config(source, cfg.model, "inference_rm")
@@ -102,7 +101,6 @@ def _serve_model(cfg: DictConfig) -> None:
         cfg.model.output_sequence = True
     trainer = start_processes(cfg, "inference_rm")
     model = load_reward_model(cfg.model, trainer, source, "rm_model_file")
-    vocab_size, max_length = model_limits(model)
 
     def rewards_of_places(tokens: Any, lengths: Any, prompt_lengths: Any) -> Any:
         scores = model.infer((tokens, lengths))
@@ -117,11 +115,7 @@ def _serve_model(cfg: DictConfig) -> None:
         attributes=attributes,
         tokenize_func=model.tokenize,
         model_forward_micro_batch_size=cfg.model.forward_micro_batch_size,
-        vocab_size=vocab_size,
-        max_length=max_length,
-        tokenizer=model.tokenizer,
-        **_endpoint_options(cfg.inference),
-        **cfg.server,
+        **_options(cfg, model),
     ).run_server()
 
 
@@ -131,6 +125,7 @@ def _serve_function(cfg: DictConfig) -> None:
     from nemo_aligner.launch.experiment import log_config
     from nemo_aligner.launch.watchdog import watch
     from nemo_aligner.models.nlp.gpt.megatron_gpt_model import build_tokenizer
+    from nemo_aligner.servers.requests import no_sentences
     from nemo_aligner.servers.reward_function import RewardFunction
 
     tokenizer = build_tokenizer(_tokenizer_config(cfg))
@@ -149,16 +144,13 @@ def _serve_function(cfg: DictConfig) -> None:
     ) as function:
         RewardModelServer(
             infer_fn=function.infer,
-            tokenize_func=function.no_sentences,
+            tokenize_func=no_sentences,
             model_forward_micro_batch_size=1,  # no samples are added to fill up a request
-            vocab_size=tokenizer.vocab_size,
             needs_prompt_lengths=True,
             per_token=options.rewards_per != "response",
-            tokenizer=tokenizer,
             # A few rounds of all workers.
             slice_rows=8 * function.workers,
-            **_endpoint_options(options),
-            **cfg.server,
+            **_options(cfg, function),
         ).run_server()
 
 
@@ -176,13 +168,21 @@ def _tokenizer_config(cfg: DictConfig) -> DictConfig:
     return complete(model_cfg.tokenizer, "inference_rm", "model.tokenizer")
 
 
-def _endpoint_options(inference_cfg: DictConfig) -> dict[str, Any]:
-    """The arguments of `RewardModelServer` that stand in `inference` of the configuration."""
+def _options(cfg: DictConfig, model: Any) -> dict[str, Any]:
+    """The arguments of `RewardModelServer` that follow from the configuration and from `model`, or
+    a function in its place.
+    """
     from nemo_aligner.algorithms.reward_server import RewardModelServer
+    from nemo_aligner.servers.scoring import model_limits
 
     names = {field.name for field in dataclasses.fields(RewardModelServer)}
-    options = plain_dict(inference_cfg, resolve=True)
-    return {name: value for name, value in options.items() if name in names}
+    options = plain_dict(cfg.inference, resolve=True)
+    vocab_size, max_length = model_limits(model)
+    return {
+        **{name: value for name, value in options.items() if name in names},
+        **{"tokenizer": model.tokenizer, "vocab_size": vocab_size, "max_length": max_length},
+        **cfg.server,
+    }
 
 
 @job_main("inference_teacher", jobs=2)
@@ -199,30 +199,24 @@ def serve_teacher(cfg: DictConfig) -> None:
     log-prob of the next one, until SIGTERM or SIGINT. docs/algorithms.md says more.
     """
     with long_imports():
-        from nemo_aligner.algorithms.reward_server import TeacherServer, no_sentences
+        from nemo_aligner.algorithms.reward_server import TeacherServer
         from nemo_aligner.launch.experiment import start_with_teacher
         from nemo_aligner.models.nlp.gpt.megatron_gpt_knowledge_distillation import (
             TopKTeacherModel,
         )
-        from nemo_aligner.servers.scoring import model_limits
+        from nemo_aligner.servers.requests import no_sentences
 
     model = start_with_teacher(cfg, "inference_teacher", TopKTeacherModel)
     model.set_eval()
-    vocab_size, max_length = model_limits(model)
-    options = dict(cfg.inference)
-    top_k = options.pop("top_k")
-    if vocab_size is not None and top_k > vocab_size:
+    top_k, options = cfg.inference.top_k, _options(cfg, model)
+    if options["vocab_size"] is not None and top_k > options["vocab_size"]:
         raise UserError(
-            f"inference.top_k={top_k} is above the {vocab_size} tokens of the vocabulary; lower "
-            "it."
+            f"inference.top_k={top_k} is above the {options['vocab_size']} tokens of the "
+            "vocabulary; lower it."
         )
     TeacherServer(
         infer_fn=lambda samples: model.top_logits(*samples, top_k),
         tokenize_func=no_sentences,
         model_forward_micro_batch_size=cfg.model.micro_batch_size,
-        vocab_size=vocab_size,
-        max_length=max_length,
-        tokenizer=model.tokenizer,
         **options,
-        **cfg.server,
     ).run_server()

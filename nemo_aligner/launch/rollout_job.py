@@ -23,7 +23,7 @@ from nemo_aligner.checkpoint.dist_ckpt import failing_together
 from nemo_aligner.checkpoint.folders import read_state, step_to_resume
 from nemo_aligner.config.access import server_token
 from nemo_aligner.config.defaults import complete
-from nemo_aligner.config.server_rules import JudgeSpec, read_web_rewards
+from nemo_aligner.config.server_rules import read_web_rewards
 from nemo_aligner.config.values import plain_dict
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.data.nlp.builders import (
@@ -312,8 +312,7 @@ def check_names(function: "RewardFunction", record: Mapping[str, Any]) -> None:
 def _agents(
     cfg: DictConfig, kind: str, remote: str, policy: Any, records: PromptColumns, place: int
 ) -> "AgentEnvironment":
-    from nemo_aligner.servers.agent_door import AgentDoor
-    from nemo_aligner.servers.agents import AgentEnvironment
+    from nemo_aligner.servers.agents import AgentDoor, AgentEnvironment
 
     options, section = cfg.model[kind].environment, f"model.{kind}.environment"
     form, first = chat_form(cfg.model.data, policy.tokenizer), records.record(0)
@@ -347,14 +346,12 @@ def _agents(
 def _function(
     options: DictConfig, section: str, policy: Any, init_timeout_s: float
 ) -> "RewardFunction":
-    from nemo_aligner.servers.judge import JudgeWorker
     from nemo_aligner.servers.reward_function import RewardFunction
     from nemo_aligner.servers.web import RewardServers
 
     servers = read_web_rewards(plain_dict(options, resolve=True), section)
-    kind = JudgeWorker if isinstance(servers, JudgeSpec) else None
     return RewardFunction(
-        RewardServers(servers, init_timeout_s, kind) if servers else options.reward_fn,
+        RewardServers(servers, init_timeout_s) if servers else options.reward_fn,
         policy.tokenizer,
         workers=options.reward_fn_workers * (len(servers.urls) if servers else 1),
         timeout_s=options.reward_fn_timeout_s,

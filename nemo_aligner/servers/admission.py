@@ -5,32 +5,21 @@
 What may pass: a GET to the general paths and those of a served endpoint; a POST to a served
 endpoint, in one body of known and limited size with readable JSON, with the server's token if it
 has one, and with the lease if it changes the server (`LeaseBook`). Refused are requests for an
-earlier start of this server, as its weights went back to the last checkpoint, and tensors without
-elements: in PyTriton they would fail every request that Triton hands over with them.
+earlier start of this server, as its weights went back to the last checkpoint.
 """
 
-import concurrent.futures
 import contextlib
 import hmac
 import json
 import re
 import threading
 import time
-import traceback
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from nemo.utils import logging
-
-from nemo_aligner.core.errors import (
-    ServerEndingError,
-    ServerRequestError,
-    UserError,
-    cause_of,
-    one_line,
-)
+from nemo_aligner.core.errors import one_line
 from nemo_aligner.servers.exchange import (
     INSTANCE_HEADER,
     LEASE_HEADER,
@@ -38,20 +27,12 @@ from nemo_aligner.servers.exchange import (
     LEASE_S,
     token_header,
 )
-from nemo_aligner.servers.kserve import (
-    Buffer,
-    decode_request,
-    encode_reply,
-    rows_of,
-    wanted_outputs,
-)
-from nemo_aligner.servers.schema import Endpoint, Handler
+from nemo_aligner.servers.schema import Endpoint
 
 _ID = re.compile(r"[!-~]{16,64}")
 
-# A request is large above this number of samples, or bytes of its body.
-SMALL_ROWS, SMALL_BYTES = 32, 2**17
 JSON, BINARY = "application/json", "application/octet-stream"
+STOPPING = "Server is stopping"
 Reply = tuple[int, dict[str, str], bytes]  # status, headers and body
 
 SMALL_BODY = 2**16  # of a request without samples
@@ -90,7 +71,7 @@ class Access:
 class Admitted:
     """A request that may pass."""
 
-    endpoint: str | None  # its name; None for the server itself
+    endpoint: Endpoint | None  # None for the server itself
     what: str | None  # "infer", "config", "ready" or "live"; None: a description
     length: int = 0  # of the body, in bytes
     head_size: int = 0  # of the JSON that the body begins with
@@ -99,9 +80,8 @@ class Admitted:
 class Admission:
     """The rules of one server; any thread may call it."""
 
-    def __init__(self, endpoints: Sequence[tuple[Endpoint, Handler]], access: Access):
-        self.endpoints = {endpoint.name: endpoint for endpoint, _function in endpoints}
-        self.replies = DirectReplies(endpoints)  # works on the requests that have entered
+    def __init__(self, endpoints: Iterable[Endpoint], access: Access):
+        self.endpoints = {endpoint.name: endpoint for endpoint in endpoints}
         self.leases = LeaseBook(access.lease_required)
         self.instance = uuid.uuid4().hex  # names this start of the server, in every reply
         self._access = access
@@ -124,14 +104,11 @@ class Admission:
             raise RefusedError(409, problem)
         return None
 
-    def complete(self, headers: dict[str, str], body: bytes) -> dict[str, str]:
-        """The headers of a reply, of which `headers` are its own."""
-        return {INSTANCE_HEADER: self.instance, **headers, "Content-Length": str(len(body))}
-
     def _check(self, method: str, path: str, length: int, header: GetHeader) -> Admitted:
         model, general = _MODEL.fullmatch(path), _GENERAL.fullmatch(path)
         name, what = model.groups() if model else (None, general and general[1])
-        if name not in self.endpoints and not general:
+        endpoint = self.endpoints.get(str(name))
+        if endpoint is None and not general:
             served = ", ".join(self.endpoints)
             raise RefusedError(
                 404, f"Request for unknown model: nothing at {path[:200]!r}; it serves {served}"
@@ -139,19 +116,18 @@ class Admission:
         if method == "GET" and what != "infer":
             if length:
                 raise RefusedError(400, "a GET has no body")
-            return Admitted(name, what)
-        if method != "POST" or what != "infer" or name is None:
+            return Admitted(endpoint, what)
+        if method != "POST" or what != "infer" or endpoint is None:
             raise RefusedError(405, f"{path[:200]!r} does not take {method}")
-        endpoint = self.endpoints[name]
         largest = SMALL_BODY if endpoint.has_fixed_size else self._access.largest_body
         if length > largest:
             too_large = f"a request to {name} has {length} bytes, but this server takes at most"
             remedy = "Send fewer samples at once, or raise max_request_mb of the server."
             raise RefusedError(413, f"{too_large} {largest}. {remedy}")
-        problem = self.leases.refusal(name, header(LEASE_HEADER))
+        problem = self.leases.refusal(endpoint.name, header(LEASE_HEADER))
         if endpoint.is_exclusive and problem:
             raise RefusedError(403, problem)
-        return Admitted(name, what, length, _head_size(header, length))
+        return Admitted(endpoint, what, length, _head_size(header, length))
 
 
 def check_token(header: GetHeader, token: str | None) -> None:
@@ -180,25 +156,16 @@ def _head_size(header: GetHeader, length: int) -> int:
     return int(size)
 
 
-def read_head(data: bytes | bytearray) -> dict[str, Any]:
-    """The JSON of a body, else `RefusedError`; Triton would end on one nested too deeply."""
+def read_json(data: bytes | bytearray) -> dict[str, Any]:
+    """The JSON object that `data` holds; else `RefusedError`."""
     try:
-        head = json.loads(data)
+        content = json.loads(data)
     except (ValueError, RecursionError) as error:
         why = f"the request is refused: its JSON cannot be read: {error}"
         raise RefusedError(400, why[:400]) from error
-    problem = None
-    if not isinstance(head, dict) or not isinstance(head.get("parameters", {}), dict):
-        problem = "its JSON is no object, or its parameters are none"
-    elif isinstance(head.get("inputs"), list):
-        for tensor in head["inputs"]:
-            shape = tensor.get("shape") if isinstance(tensor, dict) else None
-            if isinstance(shape, list) and 0 in shape:
-                name, needed = tensor.get("name"), "send at least one row and one column"
-                problem = f"its input tensor {name!r} has shape {shape}; {needed}"
-    if problem is not None:
-        raise RefusedError(400, f"the request is refused: {problem[:400]}")
-    return head
+    if not isinstance(content, dict):
+        raise RefusedError(400, "the request is refused: its JSON is no object")
+    return content
 
 
 class LeaseBook:
@@ -260,67 +227,3 @@ class LeaseBook:
                 self._working -= mine
                 if mine:
                     self._seen = time.monotonic()
-
-
-def error_reply(status: int, line: str) -> Reply:
-    return status, {"Content-Type": JSON}, json.dumps({"error": line}).encode()
-
-
-STOPPING = "Server is stopping"
-SHUTTING_DOWN = error_reply(503, STOPPING)
-
-
-class DirectReplies:
-    """The endpoints of a server, each with its function, and the threads that work on requests."""
-
-    def __init__(self, endpoints: Sequence[tuple[Endpoint, Handler]]):
-        self._served = {endpoint.name: (endpoint, function) for endpoint, function in endpoints}
-        self._lines = {
-            (endpoint.name, large): concurrent.futures.ThreadPoolExecutor(
-                1, thread_name_prefix=f"{endpoint.name}{'-large' if large else ''}"
-            )
-            for endpoint, _function in endpoints
-            for large in (False, True)
-            if endpoint.batching or not large
-        }
-
-    def submit(
-        self, name: str, head: dict[str, Any], tensors: Buffer, length: int
-    ) -> "concurrent.futures.Future[Reply]":
-        """Have a request, whose body has `length` bytes, worked on in its line."""
-        large = (name, True) in self._lines and is_large(head, length)
-        try:
-            return self._lines[name, large].submit(self._reply, name, head, tensors)
-        except RuntimeError:  # after `close`
-            refused: concurrent.futures.Future[Reply] = concurrent.futures.Future()
-            refused.set_result(SHUTTING_DOWN)
-            return refused
-
-    def close(self) -> None:
-        """Drop the requests that no thread has begun to work on."""
-        for line in self._lines.values():
-            line.shutdown(wait=False, cancel_futures=True)
-
-    def _reply(self, name: str, head: dict[str, Any], tensors: Buffer) -> Reply:
-        endpoint, handler = self._served[name]
-        try:
-            wanted = wanted_outputs(endpoint, head)
-            arrays = handler(**decode_request(endpoint, head, tensors))
-            size, body = encode_reply(endpoint, arrays, head, wanted)
-        except UserError as error:
-            logging.warning(f"{name} refuses a request: {cause_of(error)}")
-            return error_reply(400, cause_of(error))
-        except Exception as error:
-            # An operation that raised a `ServerRequestError` has logged it.
-            if not isinstance(error, ServerRequestError | ServerEndingError):
-                logging.error(f"{name} failed:\n{traceback.format_exc()}")
-            status = 503 if isinstance(error, ServerEndingError) else 500
-            return error_reply(status, cause_of(error))
-        if size is None:
-            return 200, {"Content-Type": JSON}, body
-        return 200, {"Content-Type": BINARY, HEAD_SIZE_HEADER: str(size)}, body
-
-
-def is_large(head: dict[str, Any], length: int) -> bool:
-    """Whether a scoring request, with a body of `length` bytes, is for the large ones' line."""
-    return rows_of(head) > SMALL_ROWS or length > SMALL_BYTES

@@ -1,13 +1,23 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
 """Agents as the environment of conversations (docs/rewards.md): programs that talk to the
-policy as to any chat model; `agent_door.py` is the HTTP.
+policy as to any chat model, all of it in JSON:
+
+    POST /v1/sessions                          the next session; 204: there is none for a while
+    POST /v1/sessions/<id>/chat/completions    OpenAI's request; the rest is its `base_url`
+    POST /v1/sessions/<id>/reward              {"reward": 1.0}; ends the session
+
+A refusal is OpenAI's {"error": {"message": ...}}: 400, or 404 for a session that is over. Their
+client would repeat a request that gets 409.
 
 A conversation is a session. The policy reads the ids of the prompt, its own as it sampled them,
 and between them those that the chat template writes for the agent's messages. A request must begin
 with all that was said so far, so a repeated one gets the same reply, also from another agent.
 """
 
+import json
+import queue
+import re
 import secrets
 import threading
 import time
@@ -17,7 +27,6 @@ from typing import Any, NamedTuple
 
 from nemo.utils import logging
 
-from nemo_aligner.core.endings import progress
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.core.tokenizer import Tokenizer, decode_with_special_tokens, response_text
 from nemo_aligner.data.nlp.chat_records import (
@@ -31,14 +40,24 @@ from nemo_aligner.data.nlp.chat_template import ChatTemplate
 from nemo_aligner.data.nlp.fields import columns_asked
 from nemo_aligner.data.nlp.sources import Record
 from nemo_aligner.generation.interface import Details, GenerationParams, Reply
-from nemo_aligner.servers.admission import RefusedError
+from nemo_aligner.servers.admission import (
+    JSON,
+    RefusedError,
+    body_length,
+    check_token,
+    read_json,
+)
+from nemo_aligner.servers.admission import Reply as HttpReply
 from nemo_aligner.servers.environment import RewardingEnvironment
+from nemo_aligner.servers.http_server import HttpServer, Request
 from nemo_aligner.servers.reward_function import shown
+from nemo_aligner.servers.threads import future_of
 from nemo_aligner.servers.worker import ALL_COLUMNS, BadValueError, finite_number
 
-LOOK_S = 1.0  # between looks at the clock, and signs of life
 POLL_S = 5.0  # for which an agent may wait for a session
 TRIES = 2  # agents that get a session, one after the other
+LARGEST_BODY = 2**24
+_PATH = re.compile(r"/v1/sessions(?:/(\w{1,64})/(chat/completions|reward))?/?")
 # Fields of a request that change no response.
 WITHOUT_EFFECT = """messages reward logprobs return_token_ids model user seed store metadata
     service_tier parallel_tool_calls stream_options""".split()
@@ -98,7 +117,7 @@ class AgentEnvironment(RewardingEnvironment):
     def __post_init__(self) -> None:
         self._changed = threading.Condition()
         self._sessions: dict[int, Session] = {}  # by number
-        self._replies: dict[int, Reply] = {}
+        self.outcomes = queue.SimpleQueue()
         self._heard = 0.0
 
     # --- the engine's side: one thread calls these ----------------------------------------------
@@ -131,44 +150,37 @@ class AgentEnvironment(RewardingEnvironment):
     def end(self, number: int) -> None:
         """Nothing: the agent has heard of it, and its reward is there."""
 
-    def replies(self, wait: bool) -> dict[int, Reply]:
-        """See `Environment.replies`. `UserError`: no agent is heard of or left."""
-        with self._changed:
-            self._look_at_clock()
-            while wait and not self._replies:
-                self._changed.wait(LOOK_S)
-                progress.made()
-                self._look_at_clock()
-            found, self._replies = self._replies, {}
-            return found
-
-    def _look_at_clock(self) -> None:
+    def look(self) -> None:
+        """`UserError`: no agent is heard of or left."""
         now = time.monotonic()
-        sessions = list(self._sessions.values())
-        if sessions and all(session.name is None for session in sessions):
-            silent = now - max(self._heard, *(session.heard for session in sessions))
-            if silent > self.idle_timeout_s:
-                raise UserError(
-                    f"{len(sessions)} session(s) wait, and no agent was heard of for "
-                    f"{silent:.0f} s. Start agents that ask at {self.section}.port."
+        with self._changed:
+            sessions = list(self._sessions.values())
+            if sessions and all(session.name is None for session in sessions):
+                silent = now - max(self._heard, *(session.heard for session in sessions))
+                if silent > self.idle_timeout_s:
+                    raise UserError(
+                        f"{len(sessions)} session(s) wait, and no agent was heard of for "
+                        f"{silent:.0f} s. Start agents that ask at {self.section}.port."
+                    )
+            for session in sessions:
+                is_late = session.waits_for_agent and now - session.heard > self.timeout_s
+                if session.name is None or not is_late:
+                    continue
+                said = shown(session.messages[-1]["content"])
+                message = (
+                    f"an agent said nothing new for {self.timeout_s:g} s "
+                    f"({self.section}.timeout_s) after response {len(session.turns)} of a "
+                    f"session, {said}"
                 )
-        for session in sessions:
-            is_late = session.waits_for_agent and now - session.heard > self.timeout_s
-            if session.name is None or not is_late:
-                continue
-            said = shown(session.messages[-1]["content"])
-            message = (
-                f"an agent said nothing new for {self.timeout_s:g} s ({self.section}.timeout_s) "
-                f"after response {len(session.turns)} of a session, {said}"
-            )
-            session.name, session.heard, session.unread = None, now, ()
-            self._changed.notify_all()
-            if session.tries < TRIES:
-                logging.warning(f"{message}. Another agent gets the session.")
-            else:
-                del self._sessions[session.number]
-                message += ", and so was the one before"
-                self._replies[session.number] = self.reply_to_failure(message, "Correct the agent")
+                session.name, session.heard, session.unread = None, now, ()
+                self._changed.notify_all()
+                if session.tries < TRIES:
+                    logging.warning(f"{message}. Another agent gets the session.")
+                else:
+                    del self._sessions[session.number]
+                    message += ", and so was the one before"
+                    reply = self.reply_to_failure(message, "Correct the agent")
+                    self.outcomes.put((session.number, reply))
 
     # --- the agents' side: any thread calls these -----------------------------------------------
 
@@ -224,7 +236,8 @@ class AgentEnvironment(RewardingEnvironment):
             _check_policy_has_replied(session)
             del self._sessions[session.number]
             # The engine counts as cut off what the policy was refused to respond to.
-            self._replies[session.number] = Reply(session.unread, reward, not session.unread)
+            reply = Reply(session.unread, reward, not session.unread)
+            self.outcomes.put((session.number, reply))
             self._changed.notify_all()
         return {}
 
@@ -262,7 +275,7 @@ class AgentEnvironment(RewardingEnvironment):
             raise _refused(f"the session is over, as {why}: post its reward.")
         session.messages += given[said:]
         session.length += len(ids)
-        self._replies[session.number] = Reply(ids, reward, False)
+        self.outcomes.put((session.number, Reply(ids, reward, False)))
         self._changed.notify_all()
 
     def _check_request(self, request: dict[str, Any], session: Session) -> None:
@@ -330,3 +343,61 @@ def _reward(value: Any) -> float:
         return finite_number(value, value)
     except BadValueError as error:
         raise _refused(f"the reward {shown(value)} cannot be used: {error}") from error
+
+
+# --- the HTTP ------------------------------------------------------------------------------------
+
+
+class AgentDoor(HttpServer):
+    """Serves `environment` until `close`. `token`: every request must bring it as OpenAI's key."""
+
+    def __init__(
+        self, host: str, port: int, environment: AgentEnvironment, token: str | None, key: str
+    ):
+        super().__init__(host, port, key=key)
+        self.environment, self.token = environment, token
+        self.open()
+
+    def error(self, status: int, line: str) -> HttpReply:
+        return _json(status, {"error": {"message": line}})
+
+    async def reply(self, request: Request) -> HttpReply:
+        check_token(request.header, self.token)
+        if request.method != "POST":
+            raise RefusedError(501, f"Unsupported method ({request.method[:40]!r})")
+        request.note_admitted()
+        fields = await _read(request)
+        act = self._action(request, fields, request.asker())
+        try:
+            session = await request.wait_for(future_of("agent", act))
+        except UserError as error:
+            raise RefusedError(400, str(error)) from error
+        return (204, {}, b"") if session is None else _json(200, session)
+
+    def _action(
+        self, request: Request, fields: dict[str, Any], is_there: Callable[[], bool]
+    ) -> Callable[[], dict[str, Any] | None]:
+        environment, path = self.environment, _PATH.fullmatch(request.path)
+        if path is None:
+            raise RefusedError(404, f"nothing at {request.path[:200]!r}; start at /v1/sessions")
+        if path[1] is not None:
+            act = environment.reward if path[2] == "reward" else environment.chat
+            return lambda: act(path[1], fields)
+        host = request.header("Host") or f"{self.host}:{self.port}"
+
+        def take() -> dict[str, Any] | None:
+            session = environment.take(is_there)
+            return session and session | {"base_url": f"http://{host}/v1/sessions/{session['id']}"}
+
+        return take
+
+
+async def _read(request: Request) -> dict[str, Any]:
+    length = body_length(request.header)
+    if length > LARGEST_BODY:
+        raise RefusedError(413, f"a body has {LARGEST_BODY} bytes at most, not {length}")
+    return read_json(await request.read(length) or b"{}")
+
+
+def _json(status: int, content: dict[str, Any]) -> HttpReply:
+    return status, {"Content-Type": JSON}, json.dumps(content).encode()

@@ -5,8 +5,6 @@
 import concurrent.futures
 import contextlib
 import datetime
-import functools
-import queue
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
@@ -18,7 +16,7 @@ import torch.distributed as dist
 from nemo_aligner.parallel.collectives import gathered
 from nemo_aligner.servers.constants import ServerSignal
 from nemo_aligner.servers.schema import Arrays
-from nemo_aligner.servers.threads import in_thread
+from nemo_aligner.servers.threads import future_of
 
 
 class ControlGroup:
@@ -82,21 +80,20 @@ class StoreLostError(RuntimeError):
 class JobStore:
     """Notes to the other ranks through the store that the process group was built with.
 
-    Its own calls never return over a link that is cut, so a thread makes them. After a call that
-    had no reply within `reply_s` each one raises `StoreLostError`, until that reply comes.
+    Its own calls never return over a link that is cut, so threads make them. After a call that had
+    no reply within `reply_s` each one raises `StoreLostError`, until that reply comes.
     """
 
     def __init__(self, size: int, prefix: str, reply_s: float = 10.0):
         self._store = None
-        self._reply_s, self._is_lost = reply_s, False
-        self._calls: queue.Queue[tuple[Callable[[], Any], Future[Any]]] = queue.Queue()
+        self._reply_s = reply_s
+        self._late: Future[Any] | None = None  # a reply that had not come in time
         if size > 1:
             store = dist.distributed_c10d._get_default_store()
             with contextlib.suppress(Exception):
                 # A connection of its own: never behind a blocking call of another thread.
                 store = store.clone()  # type: ignore[attr-defined]
             self._store = dist.PrefixStore(prefix, store)
-            in_thread(f"store {prefix}", self._call)
 
     def put(self, key: str, text: str) -> None:
         self._ask(lambda store: store.set(key, text))
@@ -116,19 +113,9 @@ class JobStore:
     def _ask(self, call: Callable[[Any], Any]) -> Any:
         if self._store is None:
             return None
-        if not self._is_lost:
-            reply: Future[Any] = Future()
-            self._calls.put((functools.partial(call, self._store), reply))
+        if self._late is None or self._late.done():
+            reply = future_of("store", call, self._store)
             with contextlib.suppress(concurrent.futures.TimeoutError):
                 return reply.result(self._reply_s)
-            self._is_lost = True
+            self._late = reply
         raise StoreLostError("the store of the job, on the machine of rank 0, does not reply")
-
-    def _call(self) -> None:
-        while True:
-            call, reply = self._calls.get()
-            try:
-                reply.set_result(call())
-            except Exception as error:
-                reply.set_exception(error)
-            self._is_lost = False

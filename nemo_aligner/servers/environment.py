@@ -4,6 +4,7 @@
 processes (`user_code.py`). A conversation stays with one worker, which keeps its state.
 """
 
+import contextlib
 import functools
 import queue
 from collections import deque
@@ -26,7 +27,7 @@ from nemo_aligner.servers.user_code import Pool, Task, WorkerProcess, split_spec
 if TYPE_CHECKING:
     from nemo_aligner.core.tokenizer import Tokenizer
 
-WAIT_S = 10.0  # between signs of life while nothing but replies is waited for
+LOOK_S = 1.0  # between signs of life while nothing but replies is waited for
 
 
 class EnvironmentFailedError(UserError):
@@ -52,6 +53,7 @@ class RewardingEnvironment:
 
     section: str  # of its keys
     fallback: float | None  # reward of a response without reply, which is the last; None: an error
+    outcomes: queue.SimpleQueue[tuple[int, Any]]  # with their conversations' numbers
 
     def __enter__(self) -> Self:
         return self
@@ -61,6 +63,25 @@ class RewardingEnvironment:
 
     def close(self) -> None:
         """End everything that it has started. Any thread may call it, more than once."""
+
+    def look(self) -> None:
+        """Called every LOOK_S at least while replies are waited for."""
+
+    def reply_of(self, outcome: Any) -> Reply:
+        return outcome
+
+    def replies(self, wait: bool) -> dict[int, Reply]:
+        """See `Environment.replies`."""
+        found: dict[int, Reply] = {}
+        while True:
+            self.look()
+            progress.made()
+            with contextlib.suppress(queue.Empty):
+                while True:
+                    number, outcome = self.outcomes.get(wait and not found, LOOK_S)
+                    found[number] = self.reply_of(outcome)
+            if found or not wait:
+                return found
 
     def score(
         self, rollout_batch: Rollout, make_payload: Callable[[], Arrays] | None = None
@@ -104,7 +125,7 @@ class PythonEnvironment(RewardingEnvironment):
         path, name = split_spec(
             spec, f"{section}.path", "class", "examples/environments/guessing.py:GuessingGame"
         )
-        self._replies: queue.SimpleQueue[tuple[_Request, Any]] = queue.SimpleQueue()
+        self.outcomes = queue.SimpleQueue()
         count = workers if starts_workers else 0
         self._requests = [queue.SimpleQueue[Task | None]() for _ in range(count)]
         self._ended = [queue.SimpleQueue[int]() for _ in range(count)]
@@ -148,30 +169,19 @@ class PythonEnvironment(RewardingEnvironment):
             return [[over, *request]], self.timeout_s * repeated
 
         def note(_item: int, _kind: str, value: Any) -> None:
-            self._replies.put((request, value))
+            self.outcomes.put((number, (request, value)))
 
         def fail(error: Exception) -> None:
-            self._replies.put((request, str(error) if isinstance(error, UserError) else error))
+            note(number, "error", str(error) if isinstance(error, UserError) else error)
 
         self._requests[place].put(Task(deque([number]), message, note, fail))
 
     def end(self, number: int) -> None:
         self._ended[number % len(self._ended)].put(number)
 
-    def replies(self, wait: bool) -> dict[int, Reply]:
-        """See `Environment.replies`. `UserError`: no new worker, or a failure and no fallback."""
-        found: dict[int, Reply] = {}
-        while True:
-            try:
-                request, outcome = self._replies.get(wait and not found, WAIT_S)
-            except queue.Empty:
-                progress.made()
-                if found or not wait:
-                    return found
-                continue
-            found[request.number] = self._reply(request, outcome)
-
-    def _reply(self, request: _Request, outcome: Any) -> Reply:
+    def reply_of(self, outcome: Any) -> Reply:
+        """`UserError`: no new worker, or a failure and no fallback."""
+        request, outcome = outcome
         if isinstance(outcome, Exception):
             raise _cannot_start(outcome) from outcome
         why = outcome

@@ -2,121 +2,54 @@
 # SPDX-License-Identifier: Apache-2.0
 """The door of a server: lets in what may enter (admission.py) and has it worked on. The wire is
 that of Triton (kserve.py), also where there is none (`server.frontend=asgi`).
-
-Triton itself listens on a Unix socket that only this user can open (socket_triton.py). A request's
-tensors stay in this process, where the functions run that reply: Triton gets the request under a
-name (REQUEST_PARAMETER), with zeros in place of the tensors, and hands it over when its turn has
-come (`Triton.hand_over`); then a thread of its endpoint works on it. Through Triton its bytes
-would be copied five times, and a small request would wait for a large one.
 """
 
 import concurrent.futures
-import contextlib
-import http.client
 import json
-import socket
 import ssl
-import threading
-import uuid
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+import traceback
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 from nemo.utils import logging
 
-from nemo_aligner.core.errors import cause_in
+from nemo_aligner.core.errors import ServerEndingError, ServerRequestError, UserError, cause_of
 from nemo_aligner.servers.admission import (
+    BINARY,
     HEAD_SIZE_HEADER,
     JSON,
-    SHUTTING_DOWN,
+    STOPPING,
     Access,
     Admission,
     Admitted,
-    RefusedError,
     Reply,
-    error_reply,
-    read_head,
+    read_json,
 )
-from nemo_aligner.servers.exchange import LEASE_HEADER, error_text
-from nemo_aligner.servers.http_server import HttpServer, Request, future_of
-from nemo_aligner.servers.kserve import encode_request, model_config, model_metadata, rows_of
-from nemo_aligner.servers.schema import MOST_ROWS, Endpoint, Handler
+from nemo_aligner.servers.exchange import INSTANCE_HEADER, LEASE_HEADER
+from nemo_aligner.servers.http_server import HttpServer, Request
+from nemo_aligner.servers.kserve import (
+    Buffer,
+    decode_request,
+    encode_reply,
+    model_config,
+    model_metadata,
+    rows_of,
+    wanted_outputs,
+)
+from nemo_aligner.servers.schema import Endpoint, Handler
 
-REQUEST_PARAMETER = "nemo_aligner_request"  # holds the name of a request
+# A request is large above this number of samples, or bytes of its body.
+SMALL_ROWS, SMALL_BYTES = 32, 2**17
 
-
-class SocketConnection(http.client.HTTPConnection):
-    """A connection to an HTTP server on the Unix socket at `path`."""
-
-    def __init__(self, path: str, timeout_s: float | None):
-        super().__init__("localhost", timeout=timeout_s)
-        self.path = path
-
-    def connect(self) -> None:
-        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.sock.settimeout(self.timeout)
-        self.sock.connect(self.path)
-
-
-@dataclass
-class Passing:
-    """A request from when Triton gets it until it is replied to."""
-
-    submit: "Callable[[], concurrent.futures.Future[Reply]]"  # has it worked on
-    reply: "concurrent.futures.Future[Reply] | None" = None  # None until Triton hands it over
-
-
-class Triton:
-    """The Triton behind a front, on the Unix socket at `path`, and the requests that it has."""
-
-    def __init__(self, path: str):
-        self._path = path
-        self._lock = threading.Lock()
-        self.passing: dict[object, Passing] = {}
-
-    @contextlib.contextmanager
-    def keeping(self, name: str, request: Passing) -> Iterator[None]:
-        """Keep a request, which Triton gets under this name; at the end, unless begun, drop it."""
-        with self._lock:
-            self.passing[name] = request
-        try:
-            yield
-        finally:
-            with self._lock:
-                del self.passing[name]
-                if request.reply is not None:
-                    request.reply.cancel()
-
-    def hand_over(self, name: object) -> None:
-        """Have the request that Triton got under this name worked on; returns at once."""
-        with self._lock:
-            request = self.passing.get(name)
-            if request is not None and request.reply is None:  # else nobody waits for it any more
-                request.reply = request.submit()
-
-    def ask(self, method: str, path: str, body: bytes | None, headers: dict[str, str]) -> Reply:
-        """Triton's reply to a request. `RefusedError`: it is down."""
-        connection = SocketConnection(self._path, None)
-        with contextlib.closing(connection):
-            try:
-                connection.request(method, path, body, headers)
-                response = connection.getresponse()
-                content = response.read()
-            except (OSError, http.client.HTTPException) as error:
-                raise RefusedError(503, f"Server is not ready: {error}") from error
-        if response.status == 200:
-            kind = response.getheader("Content-Type")
-            return 200, {} if kind is None else {"Content-Type": kind}, content
-        text = error_text(response.status, content)  # of Triton's or PyTriton's own
-        line = cause_in(text)
-        if line != text:
-            logging.error(f"{path}: {text}")
-        return error_reply(response.status, line)
+Future = concurrent.futures.Future[Reply]
+Submit = Callable[[], Future]  # has a request worked on
 
 
 class Front(HttpServer):
-    """The door of a server; without `triton` a `Host` by itself."""
+    """The door of a server, which has one thread for each of its endpoints, and another one for
+    large scoring requests.
+    """
 
     name = "uvicorn"
 
@@ -127,103 +60,112 @@ class Front(HttpServer):
         endpoints: Sequence[tuple[Endpoint, Handler]],
         access: Access,
         tls: ssl.SSLContext | None = None,
-        triton: Triton | None = None,
     ):
         super().__init__(host, port, tls)
-        self.admission = Admission(endpoints, access)
-        self.triton = triton
+        self.endpoints = [endpoint for endpoint, _ in endpoints]
+        self.admission = Admission(self.endpoints, access)
+        self._handlers = {endpoint.name: handler for endpoint, handler in endpoints}
+        self._lines = {
+            (endpoint.name, large): concurrent.futures.ThreadPoolExecutor(
+                1, thread_name_prefix=f"{endpoint.name}{'-large' if large else ''}"
+            )
+            for endpoint in self.endpoints
+            for large in (False, True)
+            if endpoint.batching or not large
+        }
 
     def start(self, should_stop: Callable[[], bool]) -> None:
-        """See `Host.start`; it takes a moment."""
+        """Serve; returns once all endpoints are ready, or if it should stop."""
         self.open()
 
     def failure(self) -> str | None:
+        """Why it can serve no more; None while it can. To be called every few seconds."""
         return None if self.is_open else "uvicorn ended by itself"
 
     def close_port(self) -> None:
         """As of `HttpServer`; requests that nobody has begun to work on are refused."""
         super().close_port()
-        self.admission.replies.close()
+        for line in self._lines.values():
+            line.shutdown(wait=False, cancel_futures=True)
 
     def close(self) -> None:
         self.close_port()
         super().close()
 
-    stop = close
-
     def kill(self) -> None:
-        """End nothing: there is nothing outside this process."""
+        """End what it runs outside this process, at once: nothing."""
 
     def error(self, status: int, line: str) -> Reply:
-        return error_reply(status, line)
+        return status, {"Content-Type": JSON}, json.dumps({"error": line}).encode()
 
     def complete(self, headers: dict[str, str], body: bytes) -> dict[str, str]:
-        return self.admission.complete(headers, body)
+        return {INSTANCE_HEADER: self.admission.instance, **super().complete(headers, body)}
 
     async def reply(self, request: Request) -> Reply:
         admitted = self.admission.admit(request.method, request.path, request.header)
         request.note_admitted()
         if admitted is None:
             return 200, {}, b""
-        if admitted.what == "infer":
-            with self.admission.leases.working_for(request.header(LEASE_HEADER)):
-                return await self._infer(request, admitted)
-        if self.triton is None:
-            return 200, {"Content-Type": JSON}, self._describe(admitted)
-        return await self._ask_triton(self.triton, request)
-
-    async def _infer(self, request: Request, admitted: Admitted) -> Reply:
-        head = read_head(await request.read(admitted.head_size))
-        tensors = await request.read(admitted.length - admitted.head_size)
+        if admitted.what != "infer":
+            return await self.describe(request, admitted)
         assert admitted.endpoint is not None
-        submit = self.admission.replies.submit
-        work = partial(submit, admitted.endpoint, head, tensors, admitted.length)
-        try:
-            if self.triton is None:
-                return await request.wait_for(work())
-            return await self._through(self.triton, request, Passing(work), admitted, head)
-        except concurrent.futures.CancelledError:  # nobody had begun to work on it
-            return SHUTTING_DOWN
-
-    async def _through(
-        self,
-        triton: Triton,
-        request: Request,
-        passing: Passing,
-        admitted: Admitted,
-        head: dict[str, Any],
-    ) -> Reply:
-        endpoint, name = self.admission.endpoints[str(admitted.endpoint)], uuid.uuid4().hex
-        # What else it says is refused when its tensors are read.
-        rows = min(max(rows_of(head), 1), MOST_ROWS)
-        zeros_head, zeros = encode_request(endpoint.empty_request(rows), {REQUEST_PARAMETER: name})
-        body = b"".join([zeros_head, *zeros])
-        with triton.keeping(name, passing):
+        with self.admission.leases.working_for(request.header(LEASE_HEADER)):
+            head = read_json(await request.read(admitted.head_size))
+            tensors = await request.read(admitted.length - admitted.head_size)
+            submit = partial(self.submit, admitted.endpoint, head, tensors, admitted.length)
             try:
-                said = await self._ask_triton(triton, request, body, len(zeros_head))
-            except RefusedError:
-                if passing.reply is None:
-                    raise
-            if passing.reply is not None:
-                return await request.wait_for(passing.reply)
-        if said[0] != 200:
-            return said
-        return error_reply(500, f"Triton has not handed over a request to {endpoint.name}")
+                return await self.infer(request, admitted.endpoint, head, submit)
+            except concurrent.futures.CancelledError:  # nobody had begun to work on it
+                return self.error(503, STOPPING)
 
-    async def _ask_triton(
-        self, triton: Triton, request: Request, body: bytes | None = None, head_size: int = 0
+    async def describe(self, request: Request, admitted: Admitted) -> Reply:
+        """The reply to a GET."""
+        about: Any = {"name": "nemo_aligner", "version": ""}
+        about["extensions"] = ["binary_tensor_data", "model_configuration"]
+        if admitted.endpoint is not None:
+            make = model_config if admitted.what == "config" else model_metadata
+            about = make(admitted.endpoint)
+        body = b"" if admitted.what in ("live", "ready") else json.dumps(about).encode()
+        return 200, {"Content-Type": JSON}, body
+
+    async def infer(
+        self, request: Request, endpoint: Endpoint, head: dict[str, Any], submit: Submit
     ) -> Reply:
-        headers = {HEAD_SIZE_HEADER: str(head_size)} if body else {}
-        asked = request.method, request.path, body, headers
-        return await request.wait_for(future_of("ask Triton", triton.ask, *asked))
+        """The reply to a request, which `submit` has worked on."""
+        return await request.wait_for(submit())
 
-    def _describe(self, request: Admitted) -> bytes:
-        if request.what in ("live", "ready"):
-            return b""
-        if request.endpoint is None:
-            extensions = ["binary_tensor_data", "model_configuration"]
-            about: Any = {"name": "nemo_aligner", "version": "", "extensions": extensions}
-        else:
-            describe = model_config if request.what == "config" else model_metadata
-            about = describe(self.admission.endpoints[request.endpoint])
-        return json.dumps(about).encode()
+    def submit(
+        self, endpoint: Endpoint, head: dict[str, Any], tensors: Buffer, length: int
+    ) -> Future:
+        """Have a request, whose body has `length` bytes, worked on in its line."""
+        line = self._lines[endpoint.name, endpoint.batching and is_large(head, length)]
+        try:
+            return line.submit(self._work_on, endpoint, head, tensors)
+        except RuntimeError:  # after `close_port`
+            refused = Future()
+            refused.set_result(self.error(503, STOPPING))
+            return refused
+
+    def _work_on(self, endpoint: Endpoint, head: dict[str, Any], tensors: Buffer) -> Reply:
+        name = endpoint.name
+        try:
+            wanted = wanted_outputs(endpoint, head)
+            arrays = self._handlers[name](**decode_request(endpoint, head, tensors))
+            size, body = encode_reply(endpoint, arrays, head, wanted)
+        except UserError as error:
+            logging.warning(f"{name} refuses a request: {cause_of(error)}")
+            return self.error(400, cause_of(error))
+        except Exception as error:
+            # An operation that raised a `ServerRequestError` has logged it.
+            if not isinstance(error, ServerRequestError | ServerEndingError):
+                logging.error(f"{name} failed:\n{traceback.format_exc()}")
+            status = 503 if isinstance(error, ServerEndingError) else 500
+            return self.error(status, cause_of(error))
+        if size is None:
+            return 200, {"Content-Type": JSON}, body
+        return 200, {"Content-Type": BINARY, HEAD_SIZE_HEADER: str(size)}, body
+
+
+def is_large(head: dict[str, Any], length: int) -> bool:
+    """Whether a scoring request, with a body of `length` bytes, is for the large ones' line."""
+    return rows_of(head) > SMALL_ROWS or length > SMALL_BYTES

@@ -33,7 +33,7 @@ from nemo_aligner.servers.admission import (
 )
 from nemo_aligner.servers.exchange import HEARTBEAT_HEADER, HEARTBEAT_S
 from nemo_aligner.servers.ports import SERVER_PORT, port_error
-from nemo_aligner.servers.threads import in_thread, settle
+from nemo_aligner.servers.threads import in_thread
 
 T = TypeVar("T")
 
@@ -113,20 +113,6 @@ class Request:
     def forget(self) -> None:
         if self._watcher is not None:
             self._watcher.cancel()
-
-
-def future_of(name: str, call: Callable[..., T], *args: Any) -> "concurrent.futures.Future[T]":
-    """The result of `call(*args)`, which runs in a thread of its own."""
-    future: concurrent.futures.Future[T] = concurrent.futures.Future()
-
-    def run() -> None:
-        try:
-            settle(future, call(*args))
-        except BaseException as error:  # whoever waits must hear of it
-            settle(future, error if isinstance(error, Exception) else RuntimeError(repr(error)))
-
-    in_thread(name, run)
-    return future
 
 
 class HttpServer:

@@ -176,7 +176,7 @@ def wanted_outputs(endpoint: Endpoint, head: dict[str, Any]) -> dict[str, bool]:
             for entry in head.get("outputs") or [{"name": name} for name in names]
         }
     except UNREADABLE as error:
-        raise RequestError("'outputs' of the request cannot be read") from error
+        raise RequestError("'outputs' or 'parameters' of the request cannot be read") from error
     for name in wanted.keys() - names:
         raise RequestError(f"'{endpoint.name}' has no output '{name}'; it has {', '.join(names)}.")
     return wanted

@@ -107,6 +107,14 @@ def process_inputs(
     }
 
 
+def no_sentences(sentences: list[str]) -> tuple:
+    """In place of a function that tokenizes, where the tokens matter: raise `RequestError`."""
+    raise RequestError(
+        f"{len(sentences)} 'sentences' came, but send 'tokens' and 'sequence_lengths' to this "
+        "server, and to a reward function 'prompt_lengths'."
+    )
+
+
 def pad_batch_and_strip_sequence(
     tokens: np.ndarray,
     sequence_lengths: np.ndarray,
@@ -169,83 +177,66 @@ class PieceStore:
         continue the request, or the memory cannot hold the whole; what had come is dropped.
         """
         count = len(next(iter(arrays.values())))
+        end, piece = first + count, f"a piece of request {request_id}"
         with self._lock:
-            self._stop_timer()
-            again = request_id == self._request_id and 0 < first + count == self._rows
-            try:
-                if first == 0:
-                    self._start(request_id, rows, arrays)
-                elif again:
-                    self._rows = first
-                self._check(request_id, first, count, rows, arrays)
-            except RequestError:
-                self._forget()
-                raise
-            for name, array in arrays.items():
-                self._arrays[name][first : first + count] = array
-            self._rows += count
-            if self._rows == rows:
-                whole = self._arrays
-                self._forget()
+            is_known, whole, came = request_id == self._request_id, self._arrays, self._rows
+            self._forget()  # it stays so after an error
+            if first == 0:
+                whole = _room_for(rows, arrays)
+            elif not is_known or came not in (first, end):
+                has = f"{came} rows of it have come"
+                if not is_known:
+                    has = "its first rows have not come, or were dropped since"
+                raise RequestError(
+                    f"{piece} begins with row {first}, but {has}. Send all pieces in order, one "
+                    "after the other."
+                )
+            for name, array in whole.items():
+                if arrays[name].shape[1:] != array.shape[1:] or len(array) != rows:
+                    raise RequestError(
+                        f"{piece} has '{name}' {list(arrays[name].shape)} of {rows} rows, but the "
+                        f"first piece promised {list(array.shape)} in all."
+                    )
+            if count == 0 or end > rows:
+                raise RequestError(f"{piece} has the rows {first} to {end} of {rows}.")
+            for name, array in whole.items():
+                array[first:end] = arrays[name]
+            if end == rows:
                 return whole
-            self._timer = threading.Timer(self.timeout_s, self._give_up, (request_id, self._rows))
+            self._request_id, self._arrays, self._rows = request_id, whole, end
+            self._timer = threading.Timer(self.timeout_s, self._give_up, (request_id, end))
             self._timer.daemon = True
             self._timer.start()
         return None
 
     def drop(self) -> None:
         with self._lock:
-            self._stop_timer()
             self._forget()
-
-    # ---- callers hold the lock ----
-
-    def _start(self, request_id: str, rows: int, arrays: Arrays) -> None:
-        self._forget()
-        count = len(next(iter(arrays.values())))
-        needed = rows * sum(array.nbytes for array in arrays.values()) // max(count, 1)
-        free = psutil.virtual_memory().available
-        if needed > free:
-            raise RequestError(
-                f"the request has {rows} rows, {needed / 2**30:.1f} GiB, but the server's machine "
-                f"has {free / 2**30:.1f} GiB left. Use smaller rollouts "
-                "(model.ppo.num_rollout_samples), or a machine with more memory."
-            )
-        self._request_id = request_id
-        self._arrays = {
-            name: np.empty((rows, *array.shape[1:]), array.dtype) for name, array in arrays.items()
-        }
-
-    def _check(self, request_id: str, first: int, count: int, rows: int, arrays: Arrays) -> None:
-        if request_id != self._request_id or first != self._rows:
-            came = "its first rows have not come, or were dropped since"
-            if request_id == self._request_id:
-                came = f"{self._rows} rows of it have come"
-            begins = f"a piece of request {request_id} begins with row {first}, but {came}"
-            raise RequestError(f"{begins}. Send all pieces in order, one after the other.")
-        piece = f"a piece of request {request_id} has"
-        for name, whole in self._arrays.items():
-            if arrays[name].shape[1:] != whole.shape[1:] or len(whole) != rows:
-                has = f"{piece} '{name}' {list(arrays[name].shape)} of {rows} rows"
-                promised = f"the first piece promised {list(whole.shape)} in all"
-                raise RequestError(f"{has}, but {promised}.")
-        if count == 0 or first + count > rows:
-            raise RequestError(f"{piece} the rows {first} to {first + count} of {rows}.")
 
     def _forget(self) -> None:
         self._request_id, self._arrays, self._rows = None, {}, 0
-
-    def _stop_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-            self._timer = None
-
-    # ---- timer thread ----
 
     def _give_up(self, request_id: str, rows: int) -> None:
+        """Called by the timer."""
         with self._lock:
             if (request_id, rows) != (self._request_id, self._rows):
                 return  # a piece has come at this very moment
             self._forget()
         silent = f"no further piece of request {request_id} for {self.timeout_s:.0f} s"
         logging.warning(f"critic_train: {silent}; the {rows} row(s) that had come are dropped")
+
+
+def _room_for(rows: int, arrays: Arrays) -> Arrays:
+    """Arrays for the `rows` of a request, of which `arrays` are a piece; else `RequestError`."""
+    count = len(next(iter(arrays.values())))
+    needed = rows * sum(array.nbytes for array in arrays.values()) // max(count, 1)
+    free = psutil.virtual_memory().available
+    if needed > free:
+        raise RequestError(
+            f"the request has {rows} rows, {needed / 2**30:.1f} GiB, but the server's machine has "
+            f"{free / 2**30:.1f} GiB left. Use smaller rollouts (model.ppo.num_rollout_samples), "
+            "or a machine with more memory."
+        )
+    return {name: np.empty((rows, *a.shape[1:]), a.dtype) for name, a in arrays.items()}

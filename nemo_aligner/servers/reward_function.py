@@ -30,7 +30,6 @@ from nemo_aligner.core.tokenizer import (
     special_ids,
 )
 from nemo_aligner.servers.futures import then
-from nemo_aligner.servers.schema import RequestError
 from nemo_aligner.servers.threads import settle
 from nemo_aligner.servers.user_code import Pool, Task, WorkerProcess, split_spec
 from nemo_aligner.servers.web import RewardServers
@@ -76,7 +75,8 @@ class RewardFunction:
         make: Callable[[], Any]
         self._most = MAX_CHUNK
         if isinstance(spec, RewardServers):
-            self.title, make, self._most = str(spec.spec), spec.worker, spec.kind.most
+            self.title, self._most = str(spec.spec), spec.kind.most
+            make = functools.partial(spec.kind, spec)
         else:
             self.title = f"the reward function {spec}"
             example = "examples/rewards/arithmetic.py:exact_answer"
@@ -120,7 +120,7 @@ class RewardFunction:
         self,
         tokens: np.ndarray | Tensor,
         sequence_lengths: np.ndarray | Tensor,
-        prompt_lengths: np.ndarray | Tensor | None,
+        prompt_lengths: np.ndarray | Tensor,
     ) -> np.ndarray:
         """As `submit`, but waits, and raises `RewardFunctionError`."""
         return self.submit(tokens, sequence_lengths, prompt_lengths).result()
@@ -129,21 +129,17 @@ class RewardFunction:
         self,
         tokens: np.ndarray | Tensor,
         sequence_lengths: np.ndarray | Tensor,
-        prompt_lengths: np.ndarray | Tensor | None,
+        prompt_lengths: np.ndarray | Tensor,
         columns: Sequence[Mapping[str, Any]] | None = None,
     ) -> "concurrent.futures.Future[np.ndarray]":
         """The future of the rewards of samples: float32 [N, 1], or per step or token [N, S], NaN
-        at tokens without one. `RequestError`: no `prompt_lengths`.
+        at tokens without one.
 
         Args:
             tokens: int64 [N, S], prompt and response, right-padded.
             sequence_lengths, prompt_lengths: int64 [N] or [N, 1], R and P.
             columns: of the samples' records, by name.
         """
-        if prompt_lengths is None:
-            raise RequestError(
-                "'prompt_lengths' is missing: send the number of prompt tokens per row, [N, 1]."
-            )
         tokens, ends, starts = map(_to_numpy, (tokens, sequence_lengths, prompt_lengths))
         ends, starts = ends.reshape(-1), starts.reshape(-1)
         prompts, responses, lengths = self.decode(tokens, ends, starts)
@@ -184,13 +180,6 @@ class RewardFunction:
             lengths.append(len(ids) - start)
             responses.append(response_text(self.tokenizer, ids[start:]))
         return prompts, responses, lengths
-
-    def no_sentences(self, sentences: list[str]) -> tuple:
-        """Take the place of a served model's `tokenize`: raise `RequestError`."""
-        raise RequestError(
-            f"{len(sentences)} 'sentences' came, but for {self.title} send 'tokens', "
-            "'sequence_lengths' and 'prompt_lengths'."
-        )
 
     def score(
         self, prompts: list[str], responses: list[str], lengths: list[int], columns: Any = None

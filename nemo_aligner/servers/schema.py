@@ -129,7 +129,7 @@ _STATUS = (
     ),
 )
 # Its sum over the tokens is the reward of the sample.
-_TOKEN_REWARDS = TensorSpec(
+TOKEN_REWARDS = TensorSpec(
     "token_rewards", np.float32, (-1,), "reward of each token, NaN where there is none [N, S]"
 )
 ATTRIBUTES = TensorSpec("rewards", np.float32, (-1,), "attributes of each sample [N, A]")
@@ -192,7 +192,7 @@ def reward_model_endpoint(per_token: bool = False, attributes: int = 1) -> Endpo
     rewards = TensorSpec("rewards", np.float32, (1,), "reward of each sample [N, 1]")
     if attributes > 1:
         rewards = dataclasses.replace(ATTRIBUTES, shape=(attributes,))
-    outputs = (rewards, _TOKEN_REWARDS) if per_token else (rewards,)
+    outputs = (rewards, TOKEN_REWARDS) if per_token else (rewards,)
     inputs = (*_SCORING_INPUTS, _PROMPT_LENGTHS, _TOKENIZER)
     return Endpoint(REWARD_MODEL, inputs, outputs, batching=True)
 

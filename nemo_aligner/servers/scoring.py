@@ -33,7 +33,7 @@ from nemo_aligner.servers.requests import (
     process_inputs,
     slice_size,
 )
-from nemo_aligner.servers.schema import MOST_ROWS, Arrays, RequestError
+from nemo_aligner.servers.schema import Arrays, RequestError
 from nemo_aligner.servers.server_loop import OperationFailedError, ServerLoop
 from nemo_aligner.servers.validation import validate_scoring_inputs, validate_tokenizer
 
@@ -61,21 +61,6 @@ def gather_outputs(tensor: Tensor) -> np.ndarray | None:
         group = parallel_state.get_data_parallel_group()
         tensor = torch.cat(gather_tensor(tensor.to(get_device()), 0, group) or [tensor])
     return tensor.cpu().numpy() if parallel_state.get_rank() == 0 else None
-
-
-def batcher_options(
-    max_queue_delay_microseconds: float, inference_micro_batch_size: int | Sequence[int]
-) -> dict[str, Any]:
-    """The arguments of PyTriton's DynamicBatcher: how long Triton holds a request back for others
-    to hand over with it, and at how many samples per data-parallel rank it waits no more.
-    """
-    sizes = inference_micro_batch_size
-    sizes = [sizes] if isinstance(sizes, int) else sizes
-    dp_size = parallel_state.get_data_parallel_world_size()
-    return {
-        "max_queue_delay_microseconds": int(max_queue_delay_microseconds),
-        "preferred_batch_size": sorted({min(size * dp_size, MOST_ROWS) for size in sizes}),
-    }
 
 
 def model_limits(model: Any) -> tuple[int | None, int | None]:
@@ -147,12 +132,8 @@ class Scorer:
             return arrays
 
         arrays = self.control.from_rank_zero(prepare)
-        outputs = self._score_slices(arrays, lambda _rows, slice_: self._score(slice_))
+        outputs = self._score_slices(arrays, lambda _rows, slice_: self.forward(**slice_))
         return finish(outputs) if finish else outputs
-
-    def forward(self, **arrays: np.ndarray) -> Arrays:
-        """Run `ServerSignal.FORWARD`; every rank calls it, rank 0 with the arrays."""
-        return self._score(self.control.from_rank_zero(lambda: arrays))
 
     def _prepare(self, inputs: Inputs) -> tuple[Arrays, Callable[[Arrays], Arrays]]:
         """The checked, stripped, padded arrays of a request, and what undoes that on outputs."""
@@ -214,8 +195,8 @@ class Scorer:
                     outputs[name][rows] = found
         return outputs
 
-    def _score(self, arrays: Arrays) -> Arrays:
-        arrays = dict(arrays)
+    def forward(self, **arrays: np.ndarray) -> Arrays:
+        """Run `ServerSignal.FORWARD`; every rank calls it with the arrays. {} on ranks above 0."""
         number = arrays.pop(_PASS, None)
         score_rows = self.score_rows if number is None else self.passes[int(number[0])]
         own = share_of_rank(0, arrays["tokens"].shape[0])

@@ -24,18 +24,19 @@ import os
 import queue
 import select
 import signal
-import ssl
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch.distributed as dist
 from nemo.utils import logging
 
+from nemo_aligner.config.access import server_token
+from nemo_aligner.config.server_rules import read_frontend
 from nemo_aligner.core.endings import ExitCode, note_ending, progress
 from nemo_aligner.core.errors import (
     LostPeerError,
@@ -44,11 +45,12 @@ from nemo_aligner.core.errors import (
     ServerRequestError,
     cause_of,
 )
+from nemo_aligner.parallel import parallel_state
 from nemo_aligner.servers.admission import Access
 from nemo_aligner.servers.constants import ServerSignal
 from nemo_aligner.servers.control_group import ControlGroup, JobStore, StoreLostError
 from nemo_aligner.servers.front import Front
-from nemo_aligner.servers.schema import Arrays, Endpoint, Handler
+from nemo_aligner.servers.schema import MOST_ROWS, Arrays, Endpoint, Handler
 from nemo_aligner.servers.threads import in_thread, settle
 from nemo_aligner.training.stop_requests import REPEATED_S, caught
 
@@ -60,44 +62,43 @@ SAVE_GRACE_S = 600.0  # how long a save may run on after a stop request
 SAME_COMMAND = "The same command resumes from the last checkpoint."
 
 
-class Host(Protocol):
-    """Hosts endpoints at `host:port`."""
-
-    name: str
-    host: str
-    port: int
-
-    def start(self, should_stop: Callable[[], bool]) -> None:
-        """Serve its endpoints; returns once all are ready, or if it should stop."""
-
-    def failure(self) -> str | None:
-        """Why it can serve no more; None while it can. To be called every few seconds."""
-
-    def stop(self) -> None:
-        """End it, after the last replies."""
-
-    def kill(self) -> None:
-        """End what it runs outside this process, at once."""
+def batcher_options(
+    max_queue_delay_microseconds: float, inference_micro_batch_size: int | Sequence[int]
+) -> dict[str, Any]:
+    """The arguments of PyTriton's DynamicBatcher: how long Triton holds a request back for others
+    to hand over with it, and at how many samples per data-parallel rank it waits no more.
+    """
+    sizes = inference_micro_batch_size
+    sizes = [sizes] if isinstance(sizes, int) else sizes
+    dp_size = parallel_state.get_data_parallel_world_size()
+    return {
+        "max_queue_delay_microseconds": int(max_queue_delay_microseconds),
+        "preferred_batch_size": sorted({min(size * dp_size, MOST_ROWS) for size in sizes}),
+    }
 
 
-@dataclass(frozen=True)
-class Frontend:
-    """How a server job hosts its endpoints."""
+MakeFront = Callable[[Sequence[tuple[Endpoint, Handler]]], Front]
 
-    host: str  # address to listen on (rank 0)
-    port: int
-    access: Access
-    batcher: Mapping[str, Any]  # see `TritonHost`
-    kind: str  # "triton" or "asgi", as section `server` of the configuration has it
-    tls: ssl.SSLContext | None  # of a server that encrypts; None: it does not
 
-    def make_host(self, endpoints: Sequence[tuple[Endpoint, Handler]]) -> Host:
-        where = self.host, self.port, endpoints, self.access
-        if self.kind == "asgi":
-            return Front(*where, self.tls)
+def read_front(options: Any, server: Any, section: str, lease_required: bool = True) -> MakeFront:
+    """What makes the front of a server for its endpoints. `options`: has the keys of `section` as
+    attributes; `server`: those of section `server`. `ConfigError`: a token that is needed is
+    missing, or a file cannot be read.
+    """
+    token = server_token(options.host, options.token_file, section)
+    access = Access(token, int(options.max_request_mb * 2**20), lease_required)
+    tls = read_frontend(server.frontend, server.tls_certificate, server.tls_key)
+
+    def make(endpoints: Sequence[tuple[Endpoint, Handler]]) -> Front:
+        where = options.host, int(options.port), endpoints, access, tls
+        if server.frontend == "asgi":
+            return Front(*where)
         from nemo_aligner.servers.triton_host import TritonHost
 
-        return TritonHost(*where, self.batcher, self.tls)
+        delay_us = options.max_queue_delay_microseconds
+        return TritonHost(*where, batcher_options(delay_us, options.inference_micro_batch_size))
+
+    return make
 
 
 class OperationFailedError(ServerRequestError):
@@ -114,27 +115,17 @@ class _Job:
     inputs: Arrays
     future: "concurrent.futures.Future[Arrays]" = field(default_factory=concurrent.futures.Future)
 
-    def end(self, outcome: Arrays | Exception) -> None:
-        settle(self.future, outcome)
-
-
-@dataclass(frozen=True)
-class BackgroundWork:
-    """A save that goes on beside the operations; the main threads of all ranks call these."""
-
-    is_running: Callable[[], bool] = lambda: False  # whether there is one; any thread may ask
-    check: Callable[[], None] = lambda: None  # complete it if it has come to its end
-    finish: Callable[[], None] = lambda: None  # wait for it, and complete it
-
 
 class ServerLoop:
     """Every rank constructs one and calls `run`.
 
     Args:
         endpoints: each with the function that handles its requests, on threads of rank 0.
-        operations: by signal, function(**inputs) -> result; each rank calls it, 0 with inputs.
+        operations: by signal, function(**inputs) -> result, rank 0's; each rank calls it.
         after_failure: called on every rank with the signal when an operation failed on all alike.
-        control: the group over which operations get their inputs.
+        control: the group over which they get their inputs.
+        is_saving: whether a save goes on beside the operations; any thread calls it.
+        end_save: completes it if it has come to its end, or waits (True); all ranks call it.
     """
 
     def __init__(
@@ -144,15 +135,16 @@ class ServerLoop:
         operations: Mapping[ServerSignal, Handler],
         after_failure: Callable[[ServerSignal], None],
         control: ControlGroup,
-        frontend: Frontend,
-        background: BackgroundWork = BackgroundWork(),
+        make_front: MakeFront,
+        is_saving: Callable[[], bool] = lambda: False,
+        end_save: Callable[[bool], None] = lambda wait: None,
     ):
         self.name, self.endpoints = name, endpoints
         self.operations, self.after_failure = operations, after_failure
-        self.control, self.background = control, background
+        self.control, self.is_saving, self.end_save = control, is_saving, end_save
         self.rank = control.rank
-        self._host = frontend.make_host(endpoints)
-        self._store = JobStore(control.size, f"nemo_aligner/{name}/{frontend.port}")
+        self._front = make_front(endpoints)
+        self._store = JobStore(control.size, f"nemo_aligner/{name}/{self._front.port}")
         self._queue: queue.Queue[_Job] = queue.Queue()
         self._admission = threading.Lock()
         self.is_closed = False  # no more jobs are taken
@@ -178,7 +170,7 @@ class ServerLoop:
 
     @property
     def _is_saving(self) -> bool:
-        return self._operating == ServerSignal.SAVE or self.background.is_running()
+        return self._operating == ServerSignal.SAVE or self.is_saving()
 
     def stop(self, reason: str = "stop() was called") -> None:
         if self._stop_reason is None:
@@ -200,7 +192,7 @@ class ServerLoop:
         try:
             with self._watcher():
                 self._start()
-                progress.before_exit = self._host.kill
+                progress.before_exit = self._front.kill
                 with progress.expected():
                     self._serve()
         except BaseException as error:
@@ -231,10 +223,10 @@ class ServerLoop:
         """Start the host on rank 0. If it fails, the other ranks end with `SystemExit`."""
         error: BaseException | None = None
         if self.rank == 0:
-            where = f"{self._host.host}:{self._host.port}"
-            logging.info(f"{self.name}: starting {self._host.name} on {where}")
+            where = f"{self._front.host}:{self._front.port}"
+            logging.info(f"{self.name}: starting {self._front.name} on {where}")
             try:
-                self._host.start(lambda: self._stop_reason is not None)
+                self._front.start(lambda: self._stop_reason is not None)
             except BaseException as failure:
                 error = failure
         failed = self.control.gather_objects(error is not None)
@@ -257,7 +249,7 @@ class ServerLoop:
                     job = self._current = self._queue.get(timeout=HEARTBEAT_S)
                 if time.monotonic() >= next_check:
                     next_check = time.monotonic() + CHECK_INTERVAL_S
-                    failure = self._host.failure()
+                    failure = self._front.failure()
                     if failure is not None and self._stop_reason is None:
                         short = "its host may be short of memory, shared memory or processors"
                         raise LostPeerError(f"{failure}; {short}. {SAME_COMMAND}")
@@ -266,10 +258,10 @@ class ServerLoop:
             if signal_ == ServerSignal.STOP:
                 if self._stop_reason is None:
                     self.stop("another rank ends the job")
-                self.background.finish()
+                self.end_save(True)
                 return
-            if self.background.is_running():
-                self.background.check()
+            if self.is_saving():
+                self.end_save(False)
             if signal_ != ServerSignal.HEARTBEAT:
                 self._operate(signal_, job)
                 self._current = None
@@ -280,7 +272,8 @@ class ServerLoop:
         self._operating = signal_
         try:
             with progress.in_phase(signal_.name.lower()):
-                result = self.operations[signal_](**(job.inputs if job else {}))
+                inputs = self.control.from_rank_zero(lambda: job.inputs if job else {})
+                result = self.operations[signal_](**inputs)
         except Exception as error:
             kind, cause = type(error).__name__, cause_of(error)
             self._log_error(f"{signal_.name} failed:\n{traceback.format_exc()}")
@@ -292,7 +285,7 @@ class ServerLoop:
         self._failure_deadline = self._operating = None
         if {kind for kind, _cause in outcomes} == {None}:
             if job:
-                job.end(result)
+                settle(job.future, result)
             return
         self._handle_failure(signal_, job, outcomes)
 
@@ -307,7 +300,7 @@ class ServerLoop:
         error = OperationFailedError(causes if len(outcomes) > 1 else outcomes[0][1])
         if len({kind for kind, _cause in outcomes}) > 1:
             if job:
-                job.end(error)
+                settle(job.future, error)
             some = f"{signal_.name} failed on some ranks only"
             raise ServerJobError(
                 f"{some}; the process groups cannot be trusted any more: {causes}"
@@ -319,7 +312,7 @@ class ServerLoop:
         self.control.gather_objects(None)
         self._failure_deadline = None
         if job:
-            job.end(error)
+            settle(job.future, error)
         self.after_failure(signal_)
 
     def _log_error(self, text: str) -> None:
@@ -333,10 +326,10 @@ class ServerLoop:
         with self._admission:
             self.is_closed = True
         if self._current is not None:
-            self._current.end(error)
+            settle(self._current.future, error)
         with contextlib.suppress(queue.Empty):
             while True:
-                self._queue.get_nowait().end(error)
+                settle(self._queue.get_nowait().future, error)
 
     def _close(self, code: ExitCode, why: str) -> None:
         """Remove what this rank holds outside the process; rank 0 first when the job failed."""
@@ -348,7 +341,7 @@ class ServerLoop:
             if failed:
                 print(f"\nERROR: {why}", file=sys.stderr, flush=True)
             note_ending(code, why)
-            self._host.kill()
+            self._front.kill()
             os._exit(code)
 
         guard = threading.Timer(12.0 if failed else 8.0, give_up)  # Triton itself may hang
@@ -356,10 +349,10 @@ class ServerLoop:
         guard.start()
         if self.rank == 0:
             self._fail_all(ServerStoppingError(f"{self.name} is shutting down"))
-            self._host.stop()
+            self._front.close()
             with contextlib.suppress(Exception):
                 self._store.put("closed", "1")
-            logging.info(f"{self.name}: closed port {self._host.port}")
+            logging.info(f"{self.name}: closed port {self._front.port}")
         elif failed:
             # A launcher kills all processes when one fails: rank 0 needs time to stop the host.
             deadline = time.monotonic() + 10

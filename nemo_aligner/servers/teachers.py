@@ -54,9 +54,7 @@ class RemoteTeacherClient(RemoteClient):
             # Before anything is generated: the longest sample may exceed the teacher's context.
             count, longest = len(specs), max_length or 1
             tokens = torch.zeros(count, longest, dtype=torch.int64)
-            asked = _Asked(self, tokens, torch.full((count,), longest), self.names)
-            wait_for_all(asked.pending)
-            asked.result()
+            self._found(tokens, torch.full((count,), longest), self.names)
         except Exception:
             self.close()
             raise
@@ -66,18 +64,13 @@ class RemoteTeacherClient(RemoteClient):
         [b, S], padded on the right; some sample has S tokens. Every rank of the job calls it.
         `ServerRequestError`: on every rank, with the cause.
         """
-        asked = _Asked(self, tokens, lengths, self.names * len(tokens))
-        wait_for_all(asked.pending)
-        found = asked.result()
+        found = self._found(tokens, lengths, self.names * len(tokens))
         return TeacherLogits(**{**found, "topk_token_ids": found["topk_token_ids"].long()})
 
-    def send(self, tokens: Tensor, lengths: Tensor, rows: dict[str, Tensor]) -> PendingReply:
-        """Send each teacher its rows of samples; on source ranks."""
-        payloads = {}
-        for name, own in rows.items():
-            share: Any = {"response_tokens": tokens[own], "response_lengths": lengths[own]}
-            payloads[name] = self.payload(share)
-        return send_to_fleets(self._fleets, payloads)
+    def _found(self, tokens: Tensor, lengths: Tensor, names: Sequence[str]) -> dict[str, Tensor]:
+        asked = _Asked(self, tokens, lengths, names)
+        wait_for_all(asked.pending)
+        return asked.result()
 
 
 class _Asked:
@@ -91,8 +84,16 @@ class _Asked:
             name: torch.tensor([row for row, own in enumerate(names) if own == name])
             for name in dict.fromkeys(names)
         }
-        cpu = tokens.cpu(), lengths.cpu()
-        self._reply = try_on_source(lambda: client.send(*cpu, self._rows))
+        samples = {"response_tokens": tokens.cpu(), "response_lengths": lengths.cpu()}
+
+        def send() -> PendingReply:
+            payloads = {}
+            for name, rows in self._rows.items():
+                share: Any = {key: each[rows] for key, each in samples.items()}
+                payloads[name] = client.payload(share)
+            return send_to_fleets(client._fleets, payloads)
+
+        self._reply = try_on_source(send)
         self.pending = () if self._reply is None else (self._reply,)
 
     def result(self) -> dict[str, Tensor]:

@@ -6,7 +6,9 @@ import concurrent.futures
 import contextlib
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 def in_thread(name: str, call: Callable[..., object], *args: object) -> threading.Thread:
@@ -23,3 +25,17 @@ def settle(future: "concurrent.futures.Future[Any]", outcome: Any) -> None:
             future.set_exception(outcome)
         else:
             future.set_result(outcome)
+
+
+def future_of(name: str, call: Callable[..., T], *args: Any) -> "concurrent.futures.Future[T]":
+    """The result of `call(*args)`, which runs in a thread of its own."""
+    future: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+    def run() -> None:
+        try:
+            settle(future, call(*args))
+        except BaseException as error:  # whoever waits must hear of it
+            settle(future, error if isinstance(error, Exception) else RuntimeError(repr(error)))
+
+    in_thread(name, run)
+    return future

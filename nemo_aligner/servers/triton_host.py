@@ -1,29 +1,44 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Triton in a server job's rank 0, the front before it, and the removal of all they leave."""
+"""A front with Triton behind it, in rank 0 of a server job, and the removal of all it leaves.
+
+Triton listens on a Unix socket that only this user can open (socket_triton.py). A request's
+tensors stay in this process, where the functions run that reply: Triton gets the request under a
+name (REQUEST_PARAMETER), with zeros in place of the tensors, and hands it over when its turn has
+come; then a thread of its endpoint works on it. Through Triton its bytes would be copied five
+times, and a small request would wait for a large one.
+"""
 
 import contextlib
 import functools
 import gc
 import glob
+import http.client
 import os
 import shutil
+import socket
 import ssl
 import threading
 import time
 import traceback
+import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from http.client import HTTPException
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import psutil
 from nemo.utils import logging
 
+from nemo_aligner.core.errors import cause_in
 from nemo_aligner.core.leftovers import SHARED_MEMORY, shared_memory_prefix, temporary_folder
-from nemo_aligner.servers.admission import Access
-from nemo_aligner.servers.front import REQUEST_PARAMETER, Front, SocketConnection, Triton
+from nemo_aligner.servers.admission import HEAD_SIZE_HEADER, Access, Admitted, RefusedError, Reply
+from nemo_aligner.servers.exchange import error_text
+from nemo_aligner.servers.front import Front, Future, Submit
+from nemo_aligner.servers.http_server import Request
+from nemo_aligner.servers.kserve import encode_request, rows_of
 from nemo_aligner.servers.schema import MOST_ROWS, Arrays, Endpoint, Handler, triton_tensors
+from nemo_aligner.servers.threads import future_of
 from nemo_aligner.servers.triton_environment import (
     folder_of_workspaces,
     prepare_triton_environment,
@@ -38,6 +53,7 @@ LOOK_S = 0.2  # between two looks at its processes while it starts
 REPLACED_S = 15.0  # within which Triton replaces a stub that it has ended itself
 PROBE_S = 5.0  # within which a Triton that runs says so
 MOST_UNANSWERED = 6  # probes in a row
+REQUEST_PARAMETER = "nemo_aligner_request"  # holds the name of a request
 
 
 def lock_method(lock_name: str) -> Callable[[Method], Method]:
@@ -59,8 +75,16 @@ class TritonStartError(RuntimeError):
     """Triton, or one of its processes, ended while it started, or it did not become ready."""
 
 
-class TritonHost:
-    """Triton, and the removal of all it leaves. `batcher`: of PyTriton's DynamicBatcher."""
+@dataclass(eq=False)
+class Passing:
+    """A request from when Triton gets it until it is replied to."""
+
+    submit: Submit
+    reply: Future | None = None  # None until Triton hands it over
+
+
+class TritonHost(Front):
+    """A front with Triton behind it. `batcher`: of PyTriton's DynamicBatcher."""
 
     name = "Triton"
 
@@ -70,13 +94,15 @@ class TritonHost:
         port: int,
         endpoints: Sequence[tuple[Endpoint, Handler]],
         access: Access,
-        batcher: Mapping[str, Any],
         tls: ssl.SSLContext | None = None,
+        batcher: Mapping[str, Any] | None = None,
     ):
-        self.host, self.port, self._endpoints = host, port, endpoints
-        self._access, self._batcher, self._tls = access, batcher, tls
+        super().__init__(host, port, endpoints, access, tls)
+        self._batcher = batcher or {}
         self._triton: Any = None  # a `SocketTriton` while it runs
-        self._front: Front | None = None
+        self.socket_path = ""  # of Triton
+        self.passing: dict[object, Passing] = {}  # by the name that Triton knows
+        self._passing_lock = threading.Lock()
         self._directory: str | None = None
         self._memory_prefix: str | None = None
         self._lock = threading.Lock()
@@ -85,12 +111,77 @@ class TritonHost:
         self._last_seen: dict[str, float] = {}  # when its stub was alive, while Triton starts
         self._unanswered = 0  # probes since Triton last replied to one
 
+    # ---- requests ----
+
+    async def describe(self, request: Request, admitted: Admitted) -> Reply:
+        return await self._ask_for(request)
+
+    async def infer(
+        self, request: Request, endpoint: Endpoint, head: dict[str, Any], submit: Submit
+    ) -> Reply:
+        name, passing = uuid.uuid4().hex, Passing(submit)
+        # What else it says is refused when its tensors are read.
+        rows = min(max(rows_of(head), 1), MOST_ROWS)
+        zeros_head, zeros = encode_request(endpoint.empty_request(rows), {REQUEST_PARAMETER: name})
+        with self._passing_lock:
+            self.passing[name] = passing
+        try:
+            try:
+                said = await self._ask_for(request, zeros_head, zeros)
+            except RefusedError:
+                if passing.reply is None:
+                    raise
+            if passing.reply is not None:
+                return await request.wait_for(passing.reply)
+        finally:
+            with self._passing_lock:  # after this nobody begins to work on it
+                del self.passing[name]
+                if passing.reply is not None:
+                    passing.reply.cancel()
+        if said[0] != 200:
+            return said
+        return self.error(500, f"Triton has not handed over a request to {endpoint.name}")
+
+    def hand_over(self, name: object) -> None:
+        """Have the request that Triton got under this name worked on; returns at once."""
+        with self._passing_lock:
+            passing = self.passing.get(name)
+            if passing is not None and passing.reply is None:  # else nobody waits for it any more
+                passing.reply = passing.submit()
+
+    async def _ask_for(
+        self, request: Request, head: bytes = b"", tensors: Sequence[Any] = ()
+    ) -> Reply:
+        headers = {HEAD_SIZE_HEADER: str(len(head))} if head else {}
+        asked = request.method, request.path, b"".join([head, *tensors]) or None, headers
+        return await request.wait_for(future_of("ask Triton", self._ask, *asked))
+
+    def _ask(self, method: str, path: str, body: bytes | None, headers: dict[str, str]) -> Reply:
+        with contextlib.closing(SocketConnection(self.socket_path, None)) as connection:
+            try:
+                connection.request(method, path, body, headers)
+                response = connection.getresponse()
+                content = response.read()
+            except (OSError, http.client.HTTPException) as error:
+                raise RefusedError(503, f"Server is not ready: {error}") from error
+        if response.status == 200:
+            kind = response.getheader("Content-Type")
+            return 200, {} if kind is None else {"Content-Type": kind}, content
+        text = error_text(response.status, content)  # of Triton's or PyTriton's own
+        line = cause_in(text)
+        if line != text:
+            logging.error(f"{path}: {text}")
+        return self.error(response.status, line)
+
+    # ---- the life of Triton ----
+
     def start(self, should_stop: Callable[[], bool]) -> None:
-        """See `Host.start`. Triton may end or hang on a busy machine: it is started again, with
+        """See `Front.start`. Triton may end or hang on a busy machine: it is started again, with
         more patience. `UserError`: the port is taken, or this Python cannot run Triton.
         `TritonStartError`: Triton did not start, each time.
         """
         prepare_triton_environment()
+        self.take_port()
         for number, patience_s in enumerate(START_S, 1):
             try:
                 self._start(should_stop, patience_s)
@@ -98,7 +189,7 @@ class TritonHost:
             except TritonStartError as error:
                 if number == len(START_S):
                     raise
-                self.stop()
+                self._end_triton()
                 logging.warning(f"{error}; starting it again ({number + 1} of {len(START_S)})")
 
     def _start(self, should_stop: Callable[[], bool], patience_s: float) -> None:
@@ -107,15 +198,11 @@ class TritonHost:
         self._stubs, self._last_seen, self._unanswered = {}, {}, 0
         from nemo_aligner.servers.socket_triton import SocketTriton
 
-        triton = SocketTriton(self._directory, self._memory_prefix)
-        behind = Triton(triton.socket_path)
-        given = self._endpoints, self._access, self._tls, behind
-        self._front = Front(self.host, self.port, *given)
-        self._front.take_port()
-        self._triton = triton
+        triton = self._triton = SocketTriton(self._directory, self._memory_prefix)
+        self.socket_path = triton.socket_path
         try:
-            for endpoint, _function in self._endpoints:
-                self._bind(endpoint, behind)
+            for endpoint in self.endpoints:
+                self._bind(endpoint)
             self._run(should_stop, patience_s)
         except Exception:
             with contextlib.suppress(OSError), open(triton.log_path, errors="replace") as log:
@@ -123,14 +210,14 @@ class TritonHost:
                 logging.error(f"Triton did not start. The end of its log:\n{end}")
             raise
 
-    def _bind(self, endpoint: Endpoint, behind: Triton) -> None:
+    def _bind(self, endpoint: Endpoint) -> None:
         from pytriton.model_config import DynamicBatcher, ModelConfig
 
         def hand_over(requests: list[Any]) -> list[Arrays]:
             # Triton hands over together what arrives together. Computed as one batch, the last
             # bits of a score would depend on that, and a bad request would fail good ones.
             for request in requests:
-                behind.hand_over(request.parameters[REQUEST_PARAMETER])
+                self.hand_over(request.parameters[REQUEST_PARAMETER])
             return [endpoint.empty_reply(len(next(iter(each.values())))) for each in requests]
 
         batcher = DynamicBatcher(**self._batcher)
@@ -166,13 +253,14 @@ class TritonHost:
             os.chmod(path, 0o600)
         self._note_stubs()
         self._triton.connect()
-        assert self._front is not None
-        self._front.open()
+        self.open()
 
     def _says(self, state: str, timeout_s: float) -> bool:
         """Whether Triton says in time that it is "live", or "ready" with all endpoints."""
-        connection = SocketConnection(self._triton.socket_path, timeout_s)
-        with contextlib.closing(connection), contextlib.suppress(OSError, HTTPException):
+        with (
+            contextlib.closing(SocketConnection(self.socket_path, timeout_s)) as connection,
+            contextlib.suppress(OSError, http.client.HTTPException),
+        ):
             connection.request("GET", f"/v2/health/{state}")
             return connection.getresponse().status == 200
         return False
@@ -211,10 +299,10 @@ class TritonHost:
         return found
 
     def failure(self) -> str | None:
-        """See `Host.failure`. Triton says "ready" even without a stub; a silent one is killed."""
+        """See `Front.failure`. Triton says "ready" even without a stub; a silent one is killed."""
         if self._triton is None or not self._triton.is_alive():
             return "Triton ended by itself"
-        if self._front is None or self._front.failure() is not None:
+        if not self.is_open:
             return "the front of Triton ended by itself"
         for endpoint, processes in self._stubs.items():
             if not all(map(_is_alive, processes)):
@@ -226,10 +314,13 @@ class TritonHost:
         return f"Triton runs, but has not replied to {self._unanswered} requests in a row"
 
     @lock_method("self._lock")
-    def stop(self) -> None:
+    def close(self) -> None:
         """Stop Triton and remove what it leaves; a second call waits for the first."""
-        if self._front is not None:
-            self._front.close_port()
+        self.close_port()
+        self._end_triton()
+        super().close()
+
+    def _end_triton(self) -> None:
         if self._triton is not None:
             # PyTriton collects garbage once per endpoint, half a second each with torch loaded.
             gc.freeze()
@@ -239,13 +330,10 @@ class TritonHost:
                 logging.warning(f"stopping Triton: {traceback.format_exc()}")
             gc.unfreeze()
             self._triton = None
-        if self._front is not None:
-            self._front.close()
-            self._front = None
         self._clean()
 
     def kill(self) -> None:
-        """Kill Triton and clean up, for a process that ends and cannot wait for `stop`."""
+        """Kill Triton and clean up, for a process that ends and cannot wait for `close`."""
         self._kill_processes()
         self._clean()
 
@@ -253,7 +341,7 @@ class TritonHost:
         _kill(psutil.Process().children(recursive=True), lambda each: "triton" in each.name())
 
     def _clean(self) -> None:
-        directory = self._directory  # `kill` may come while `stop` does this
+        directory = self._directory  # `kill` may come while `close` does this
         if directory is not None:
             # A Triton that was killed while it started leaves processes that wait for it for ever.
             program = directory + os.sep
@@ -269,6 +357,19 @@ class TritonHost:
     def _shared_memory(self) -> list[str]:
         prefix = self._memory_prefix
         return [] if prefix is None else glob.glob(f"{SHARED_MEMORY}/{prefix}*")
+
+
+class SocketConnection(http.client.HTTPConnection):
+    """A connection to an HTTP server on the Unix socket at `path`."""
+
+    def __init__(self, path: str, timeout_s: float | None):
+        super().__init__("localhost", timeout=timeout_s)
+        self.path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(self.path)
 
 
 def _kill(processes: Iterable[psutil.Process], which: Callable[[psutil.Process], bool]) -> None:

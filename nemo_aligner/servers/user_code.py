@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +29,6 @@ from nemo_aligner.core.endings import progress
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.parallel.environment import users_environment
 from nemo_aligner.servers import worker as worker_program
-from nemo_aligner.servers import worker_keeper
 from nemo_aligner.servers.threads import in_thread
 
 PROBE_INTERVAL_S = 0.5  # looks at a worker, whose pipe another process may hold open
@@ -53,14 +52,13 @@ class WorkerProcess:
         self.known: set[int] = set()  # conversations of which it has the state (worker.py)
         requests_end, self._requests = os.pipe()
         self._replies, replies_end = os.pipe()
-        numbers = [str(number) for number in (os.getpid(), requests_end, replies_end)]
-        keeper = [sys.executable, "-I", "-S", worker_keeper.__file__, *numbers]
+        numbers = [str(number) for number in (requests_end, replies_end, os.getpid())]
         program = [sys.executable, "-X", "faulthandler", worker_program.__file__, path, kind, name]
         # The code may import nemo_aligner, also where the package is not installed.
         paths = filter(None, [os.environ.get("PYTHONPATH"), str(Path(__file__).parents[2])])
         try:
-            self.process = subprocess.Popen(  # its keeper (worker_keeper.py)
-                keeper + program,
+            self.process = subprocess.Popen(  # its keeper
+                program + numbers,
                 stdin=subprocess.DEVNULL,
                 pass_fds=(requests_end, replies_end),
                 start_new_session=True,
@@ -92,6 +90,12 @@ class WorkerProcess:
 
     def is_alive(self) -> bool:
         return self.process.poll() is None
+
+    def outcomes(self, items: Sequence[Any], timeout_s: float) -> Iterator[list[Any]]:
+        """What comes of each item, [kind, value], within `timeout_s`; else as `receive`."""
+        self.send(items, timeout_s)
+        for _ in items:
+            yield self.receive(timeout_s)
 
     def send(self, message: Sequence[Any], timeout_s: float) -> None:
         """Send a message. `TimeoutError`: the process does not read it; `WorkerEndedError`."""
@@ -291,11 +295,11 @@ class Pool:
         """Have `worker` work on what is left; returns what the first item did to it, or None."""
         message, limit_s = task.message(worker, task.left)
         try:
-            worker.send(message, limit_s)
-            while task.left and not task.is_over():
-                kind, value = worker.receive(limit_s)
+            for kind, value in worker.outcomes(message, limit_s):
                 task.note(task.left.popleft(), kind, value)
                 progress.made()
+                if task.is_over():
+                    break
         except TimeoutError:
             return f"it took longer than {self._limit} and was stopped"
         except WorkerEndedError as error:

@@ -13,6 +13,7 @@ import numpy as np
 from nemo_aligner.servers.schema import (
     ATTRIBUTES,
     CRITIC_INFER,
+    TOKEN_REWARDS,
     Arrays,
     Endpoint,
     ReplyError,
@@ -187,66 +188,42 @@ def validate_reply(
     None checks only the number of rows of `values`.
     """
     other = f"Is another kind of server running at this address, not '{endpoint.name}'?"
-    for spec in endpoint.outputs:
-        array = reply.get(spec.name)
+    is_critic = endpoint.name == CRITIC_INFER
+    of_tokens = [] if is_critic or "token_rewards" not in reply else [TOKEN_REWARDS]
+    for spec in (*endpoint.outputs, *of_tokens):
+        name, array = spec.name, reply.get(spec.name)
         if array is None:
-            if endpoint.name == CRITIC_INFER:
+            if is_critic:
                 other = f"The critic server gives no rewards: {NOT_COMBINED}."
-            lacks = f"the reply has no tensor '{spec.name}' ({spec.meaning})"
+            lacks = f"the reply has no tensor '{name}' ({spec.meaning})"
             raise ReplyError(f"{lacks}, only {sorted(reply)}. {other}")
         if array.dtype.kind != np.dtype(spec.dtype).kind:
-            wrong = f"'{spec.name}' came as {array.dtype}, not {spec.describe(True)}"
-            raise ReplyError(f"{wrong}. {other}")
-        if spec.name == "values":
-            _validate_values(array, samples, used, other)
-            continue
-        fits = array.ndim == 1 + len(spec.shape) and len(array) == samples and array.size
-        merged = spec.name != "rewards" or spec == ATTRIBUTES or array.shape[1:] == (1,)
-        if not fits or not merged:
-            needed = spec.meaning.replace("[N", f"[{samples}")
-            remedy = _NOT_MERGED if fits else other
-            raise _wrong_shape(spec.name, array, samples, needed, remedy)
-        _check_numbers(spec.name, array, ~np.isfinite(array), _NAN)
-    if "token_rewards" in reply and endpoint.name != CRITIC_INFER:
-        rewards = reply["token_rewards"]
-        if rewards.dtype.kind != "f" or rewards.ndim != 2 or rewards.shape[0] != samples:
-            needed = "float32 [N, S], NaN at tokens without a reward"
-            raise _wrong_shape("token_rewards", rewards, samples, needed, other)
-        _check_numbers("token_rewards", rewards, np.isinf(rewards), _NAN)
-
-
-def _wrong_shape(
-    name: str, array: np.ndarray, samples: int, needed: str, remedy: str
-) -> ReplyError:
-    return ReplyError(
-        f"'{name}' came as {array.dtype} of shape {list(array.shape)} for {samples} sample(s) "
-        f"sent; {needed} is needed. {remedy}"
-    )
-
-
-def _check_numbers(name: str, array: np.ndarray, bad: np.ndarray, remedy: str) -> None:
-    places = np.argwhere(bad)
-    if len(places):
-        row, *rest = places[0]
-        column = f", column {rest[0]}" if array.shape[1:] != (1,) and rest else ""
-        raise ReplyError(
-            f"'{name}' is {array[tuple(places[0])]} in sample {row}{column} "
-            f"({len(set(places[:, 0]))} of {len(array)} have such numbers). {remedy}"
-        )
-
-
-def _validate_values(
-    values: np.ndarray, samples: int, used: np.ndarray | None, other: str
-) -> None:
-    needed_columns = np.flatnonzero(False if used is None else used.any(axis=0))
-    columns = int(needed_columns[-1]) + 1 if len(needed_columns) else 0
-    if values.ndim != 2 or values.shape[0] != samples or values.shape[1] < columns:
-        needed = f"[{samples}, at least {columns}], one value per token,"
-        raise _wrong_shape("values", values, samples, needed, other)
-    if used is not None:
-        bad = used[:, :columns] & ~np.isfinite(values[:, :columns])
-        remedy = "Restart the critic from a good checkpoint, with a lower model.optim.lr."
-        _check_numbers("values", values, bad, remedy)
+            raise ReplyError(f"'{name}' came as {array.dtype}, not {spec.describe(True)}. {other}")
+        needed, remedy = spec.meaning.replace("[N", f"[{samples}"), _NAN
+        fits = array.ndim == 1 + len(spec.shape) and len(array) == samples
+        if name == "values":
+            columns = 1 + max(np.flatnonzero(False if used is None else used.any(0)), default=-1)
+            fits = fits and array.shape[1] >= columns
+            needed = f"[{samples}, at least {columns}], one value per token,"
+            remedy = "Restart the critic from a good checkpoint, with a lower model.optim.lr."
+        elif fits and name == "rewards" and spec != ATTRIBUTES and array.shape[1] != 1:
+            fits, other = False, _NOT_MERGED
+        if not fits or not (array.size or name == "values"):
+            raise ReplyError(
+                f"'{name}' came as {array.dtype} of shape {list(array.shape)} for {samples} "
+                f"sample(s) sent; {needed} is needed. {other}"
+            )
+        bad = np.isinf(array) if spec == TOKEN_REWARDS else ~np.isfinite(array)
+        if name == "values":
+            bad = bad[:, :columns] & (used is not None and used[:, :columns])
+        places = np.argwhere(bad)
+        if len(places):
+            row, *rest = places[0]
+            column = f", column {rest[0]}" if array.shape[1:] != (1,) and rest else ""
+            raise ReplyError(
+                f"'{name}' is {array[tuple(places[0])]} in sample {row}{column} "
+                f"({len(set(places[:, 0]))} of {samples} have such numbers). {remedy}"
+            )
 
 
 def validate_outcome(endpoint: Endpoint, reply: Arrays) -> None:

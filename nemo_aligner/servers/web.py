@@ -1,28 +1,42 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""JSON over HTTP, to web servers that know nothing of this package."""
+"""Rewards by JSON over HTTP, from web servers that know nothing of this package: reward servers,
+and a judge, a language model whose replies a folder keeps and counts.
+"""
 
 import contextlib
+import fcntl
+import hashlib
 import http.client
 import itertools
 import json
+import os
 import ssl
 import threading
 import time
 import urllib.error
 import urllib.request
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from io import BufferedRandom
+from pathlib import Path
 from typing import Any
 
 from nemo.utils import logging
 
 from nemo_aligner.config.access import shown_url
-from nemo_aligner.config.server_rules import RewardServersSpec
+from nemo_aligner.config.server_rules import JudgeSpec, RewardServersSpec
 from nemo_aligner.core.endings import progress
-from nemo_aligner.core.errors import LostPeerError, ServerRequestError, one_line
+from nemo_aligner.core.errors import LostPeerError, ServerRequestError, UserError, one_line
 from nemo_aligner.servers.exchange import token_header
-from nemo_aligner.servers.worker import ALL_COLUMNS, BadValueError, Outcome, Sample, read_score
+from nemo_aligner.servers.worker import (
+    ALL_COLUMNS,
+    BadValueError,
+    Outcome,
+    Sample,
+    brief,
+    read_score,
+)
 
 MAX_LOST = 3  # servers that end or fall silent with the same samples, which may be the reason
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 8.0
@@ -33,6 +47,7 @@ SCORES = ("rewards", "scores", "reward", "score")
 # Statuses of a server that may have room or be up again after a while.
 TRY_AGAIN = (408, 425, 429, 502, 503, 504)
 MOST_BYTES = 1 << 28  # of a reply
+LOOK_S = 0.05  # between looks at a file that another worker has
 
 
 class NoReplyError(ServerRequestError):
@@ -131,28 +146,15 @@ def chat_text(content: bytes) -> str:
     raise BadValueError(f"something else than a chat completion: {shown}")
 
 
-class RewardServers:
-    """Web servers in place of a function; samples wait for them up to `init_timeout_s`."""
-
-    def __init__(
-        self, spec: RewardServersSpec, init_timeout_s: float, kind: "type[UrlWorker] | None" = None
-    ):
-        self.spec, self.init_timeout_s, self.kind = spec, init_timeout_s, kind or UrlWorker
-        self._firsts = itertools.cycle(range(len(spec.urls)))
-
-    def worker(self) -> "UrlWorker":
-        return self.kind(self, next(self._firsts))
-
-
 class UrlWorker:
     """Has samples scored by a server; a `WorkerProcess` for `RewardFunction`."""
 
     most = 32  # samples that it gets at once
 
-    def __init__(self, servers: RewardServers, first: int):
-        self._servers, self._place = servers, first
+    def __init__(self, servers: "RewardServers"):
+        self._servers = servers
+        self._place = next(servers.firsts)
         self._closed = threading.Event()
-        self._outcomes: deque[Outcome] = deque()
 
     def load(self) -> Sequence[str]:
         return "lengths", ALL_COLUMNS
@@ -166,19 +168,15 @@ class UrlWorker:
     def is_alive(self) -> bool:
         return True
 
-    def send(self, samples: Sequence[Sample], timeout_s: float) -> None:
-        """Have samples scored, each within `timeout_s`; `LostPeerError`: no server replied."""
+    def outcomes(self, samples: Sequence[Sample], timeout_s: float) -> Iterator[Outcome]:
+        """Scores of samples, each within `timeout_s`; `LostPeerError`: no server replied."""
         try:
             scores = _scores_in(self._reply(_fields(samples), timeout_s * len(samples)))
             if len(scores) != len(samples):
                 raise BadValueError(f"it gave {len(scores)} scores for {len(samples)} samples")
         except (NoReplyError, BadValueError) as error:
-            self._outcomes.extend([("error", str(error).rstrip("."))] * len(samples))
-        else:
-            self._outcomes.extend(map(_outcome, scores, samples))
-
-    def receive(self, timeout_s: float) -> Outcome:
-        return self._outcomes.popleft()
+            return iter([("error", str(error).rstrip("."))] * len(samples))
+        return map(_outcome, scores, samples)
 
     def _post(self, fields: dict[str, Any], limit_s: float) -> bytes:
         spec = self._servers.spec
@@ -247,3 +245,135 @@ def _outcome(score: Any, sample: Sample) -> Outcome:
         return "value", read_score([score], count)
     except BadValueError as error:
         return "error", str(error)
+
+
+class JudgeWorker(UrlWorker):
+    """Has samples scored by a judge, of a `JudgeSpec`, one after the other."""
+
+    most = 1
+
+    def __init__(self, servers: "RewardServers"):
+        super().__init__(servers)
+        assert isinstance(servers.spec, JudgeSpec)
+        self._judge = servers.spec
+        self._folder = Path(servers.spec.options["cache"]).expanduser()
+
+    def load(self) -> Sequence[str]:
+        self._spend()
+        return "lengths", *self._judge.columns
+
+    def outcomes(self, samples: Sequence[Sample], timeout_s: float) -> Iterator[Outcome]:
+        """Their scores; `UserError`: the budget is spent; or see `UrlWorker`."""
+        return (self._score(sample, timeout_s) for sample in samples)
+
+    def _score(self, sample: Sample, timeout_s: float) -> Outcome:
+        judge, (prompt, response, _, _, columns), why = self._judge, sample, ""
+        values = {**columns, "prompt": prompt, "response": response}
+        for number in range(judge.options["tries"]):
+            try:
+                text = self._text(judge.request(values, number), number, timeout_s)
+            except NoReplyError as error:
+                return "error", str(error).rstrip(".") + error.was_sent * " (reward_fn_timeout_s)"
+            except BadValueError as error:
+                why = f"it gave {error}"
+                continue
+            score = judge.score_in(text)
+            if score is not None:
+                return "value", score
+            why = f"there is no {judge.setting}.score from least to most in {brief(text)}"
+        return "error", f"{why}, the last of {judge.options['tries']} replies"
+
+    def _text(self, fields: dict[str, Any], number: int, limit_s: float) -> str:
+        asked = json.dumps([fields, number], sort_keys=True)
+        name = hashlib.sha256(asked.encode()).hexdigest()
+        with self._locked(f"{name[:2]}/{name}.json") as file:
+            with contextlib.suppress(ValueError):  # none is there, or a kill has left half of it
+                return str(json.loads(file.read())["reply"])
+            reply = self._reply(fields, limit_s)
+            text = chat_text(reply)
+            self._spend(tokens=self._tokens(reply))
+            if json.loads(reply)["choices"][0].get("finish_reason") == "length":
+                raise BadValueError(  # a number in it may be no verdict
+                    f"a reply that was cut off at {self._judge.setting}.max_tokens: {brief(text)}"
+                )
+            file.seek(0)
+            file.truncate()
+            file.write(json.dumps({"request": fields, "reply": text}).encode())
+        return text
+
+    def _tokens(self, reply: bytes) -> int:
+        usage = json.loads(reply).get("usage")
+        tokens = usage.get("total_tokens") if isinstance(usage, dict) else None
+        if isinstance(tokens, int) and tokens >= 0:
+            return tokens
+        if self._judge.options["budget_tokens"] is None:
+            return 0
+        raise UserError(
+            f"{self._judge.setting}.budget_tokens cannot be kept, as replies of {self._judge} "
+            "have no usage.total_tokens; set budget_requests in its place."
+        )
+
+    def _post(self, fields: dict[str, Any], limit_s: float) -> bytes:
+        self._spend(requests=1)
+        try:
+            return super()._post(fields, limit_s)
+        except NoReplyError as error:
+            self._spend(requests=0 if error.was_sent else -1)  # one refused costs nothing
+            raise
+
+    def _spend(self, requests: int = 0, tokens: int = 0) -> None:
+        """Count a cost; `UserError`: a request for which nothing is left."""
+        with self._locked("spent") as file:
+            try:
+                spent = [*map(int, file.read().split())] or [0, 0]
+            except ValueError as error:
+                raise UserError(
+                    f"{self._judge.setting}.cache={self._folder} has no count of costs: {error}"
+                ) from None
+            for name, count in zip(("budget_requests", "budget_tokens"), spent):
+                budget = self._judge.options[name]
+                if requests > 0 and budget is not None and count >= budget:
+                    raise UserError(
+                        f"{self._judge.setting}.{name}={budget}: replies in {self._folder} cost "
+                        f"{count}, and no reward, no training. Raise {name}, and resume the job."
+                    )
+            file.seek(0)  # it is never empty meanwhile, as a kill would leave it
+            file.write(b"%20d %20d\n" % (spent[0] + requests, spent[1] + tokens))
+
+    @contextlib.contextmanager
+    def _locked(self, name: str) -> Iterator[BufferedRandom]:
+        """A file of the folder, for this thread alone; `UserError`: it cannot be used."""
+        path = self._folder / name
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with open(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+b") as file:
+                while True:
+                    with contextlib.suppress(BlockingIOError):
+                        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                        break
+                    progress.made()  # another has it, and may wait for its server
+                    if self._closed.wait(LOOK_S):
+                        raise UserError(f"{self._judge} is not asked any more: the job ends.")
+                try:
+                    yield file
+                    file.flush()
+                finally:  # closing is not enough where a process was forked meanwhile
+                    fcntl.flock(file, fcntl.LOCK_UN)
+        except OSError as error:
+            raise UserError(
+                f"{self._judge.setting}.cache={self._folder} cannot be used: {error}. Give a "
+                "folder that can be written, with room and locks."
+            ) from None
+
+
+@dataclass
+class RewardServers:
+    """Web servers in place of a function; samples wait for them up to `init_timeout_s`."""
+
+    spec: RewardServersSpec
+    init_timeout_s: float
+
+    def __post_init__(self) -> None:
+        self.kind = JudgeWorker if isinstance(self.spec, JudgeSpec) else UrlWorker
+        # The server that the next worker asks first.
+        self.firsts = itertools.cycle(range(len(self.spec.urls)))

@@ -1,11 +1,12 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The program that runs code of a user, one process per worker of `user_code.py`: a reward
-function, or the class of an environment.
+"""The program that runs code of a user, one per worker of `user_code.py`: a reward function, or
+the class of an environment.
 
-    python worker.py FILE KIND NAME REQUESTS_FD REPLIES_FD PARENT_PID
+    python worker.py FILE KIND NAME REQUESTS_FD REPLIES_FD SERVER_PID
 
-It needs only the standard library, to start in a moment. Lines of JSON go through two pipes:
+It needs only the standard library, to start in a moment. It forks: the child is the worker, and
+lines of JSON go through two pipes:
 
     worker -> job    ["ready", what is told of the code] or ["error", text] once, after loading
     job -> worker    [item, ...]
@@ -19,21 +20,29 @@ conversation so far, and asks for the reply to the last one, [observation, rewar
 without the state, since its predecessor was killed, plays the conversation again. `ended` lists
 conversations that are over. Python's `random` has a stream of its own in each conversation.
 
-The job kills a worker that exceeds a time limit. Its parent is `worker_keeper.py`.
+The job kills a worker that exceeds a time limit.
+
+The parent is the *keeper*. It ends with the server, with the worker, or with SIGTERM, and then
+kills every process that the worker has started; on Linux it adopts the orphans among them for
+that. It ends as the worker did. What worker and descendants print goes through pipes which are
+always read, so that no writer waits. In each `WINDOW_S`, `PRINTED_BYTES` of each go to the
+server's own; a line says how much was left out.
 """
 
 import contextlib
 import ctypes
 import importlib.util
 import inspect
-import io
 import json
 import math
 import os
 import random
 import reprlib
+import resource
+import select
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable, Mapping
 from types import TracebackType
@@ -43,6 +52,11 @@ from typing import Any, TextIO
 ERROR_CHARACTERS = 4000
 LARGEST_FLOAT32 = 3.4028234663852886e38
 ALL_COLUMNS = "**"
+PRINTED_BYTES = 20_000
+WINDOW_S = 60.0
+# How long processes may take to die, and the server's output to accept what is left.
+KILL_S, FLUSH_S = 10.0, 1.0
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 METHODS = {"reset": ("prompt",), "step": ("state", "response")}  # of an environment
 
 # Prompt, response, its length, how many rewards it needs (None: one for the whole), and columns.
@@ -56,16 +70,67 @@ class LoadError(Exception):
 
 
 def main() -> None:
-    del sys.path[0]  # where Python put this script's folder
     path, kind, name = sys.argv[1:4]
-    requests_fd, replies_fd, parent = map(int, sys.argv[4:7])
-    _end_with(parent)
+    requests_fd, replies_fd, server = map(int, sys.argv[4:7])
+    wake, waker = os.pipe()
+    for number in (wake, waker):
+        os.set_blocking(number, False)
+    signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
+    asked_to_end = []
+    signal.signal(signal.SIGTERM, lambda *_: asked_to_end.append(True))
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
+    end_with(server, signal.SIGTERM)
+    outputs, keeper = [Output(1), Output(2)], os.getpid()
+    worker = os.fork()
+    if worker == 0:
+        signal.set_wakeup_fd(-1)
+        for number in (signal.SIGTERM, signal.SIGCHLD):
+            signal.signal(number, signal.SIG_DFL)
+        os.setsid()
+        for output in outputs:
+            os.dup2(output.writer, output.target)
+        for number in (wake, waker, *(end for o in outputs for end in (o.reader, o.writer))):
+            os.close(number)
+        end_with(keeper, signal.SIGKILL)
+        work(path, kind, name, requests_fd, replies_fd)
+        return
+    for number in (requests_fd, replies_fd, *(output.writer for output in outputs)):
+        os.close(number)
+    status = None
+    while status is None and not asked_to_end:
+        wait(wake, outputs, WINDOW_S)
+        status = reap()[0].get(worker)
+    status = kill_descendants(worker, status, wake, outputs)
+    finish(outputs)
+    end_like(status)
+
+
+def prctl(option: int, value: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(option, value)
+
+
+def end_with(parent: int, number: signal.Signals) -> None:
+    """Have the kernel send this process a signal when its parent ends, for whatever reason."""
+    prctl(PR_SET_PDEATHSIG, number)
+    if os.getppid() != parent:  # the parent has ended already
+        os._exit(1)
+
+
+# ---- the worker ----
+
+
+def work(path: str, kind: str, name: str, requests_fd: int, replies_fd: int) -> None:
+    del sys.path[0]  # where Python put this script's folder
     _prefer_for_out_of_memory_kill()
     for number in (requests_fd, replies_fd):
         os.set_inheritable(number, False)  # not for processes that the function starts
-    for stream in (sys.stdout, sys.stderr):  # what was printed is not lost with the process
-        assert isinstance(stream, io.TextIOWrapper)
-        stream.reconfigure(encoding="utf-8", errors="backslashreplace", line_buffering=True)
+    # Anew, as they were opened on other files; what was printed is not lost with the process.
+    sys.stdout, sys.stderr = (
+        open(number, "w", 1, encoding="utf-8", errors="backslashreplace", closefd=False)
+        for number in (1, 2)
+    )
     requests = os.fdopen(requests_fd, "r", encoding="ascii")
     replies = os.fdopen(replies_fd, "w", encoding="ascii")
     try:
@@ -94,14 +159,6 @@ def _respond(call: Call, item: Any, path: str) -> Outcome:
 
 def _send(replies: TextIO, kind: str, value: Any) -> None:
     print(json.dumps([kind, value]), file=replies, flush=True)
-
-
-def _end_with(parent: int) -> None:
-    """Have the kernel kill this process when its parent ends, for whatever reason."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    if os.getppid() != parent:  # the parent has ended already
-        os._exit(1)
 
 
 def _prefer_for_out_of_memory_kill() -> None:
@@ -309,6 +366,143 @@ def checked_reply(returned: Any) -> tuple[str, float, bool]:
     if not observation and not done:
         raise BadValueError(f"{said}: an empty observation leaves the policy nothing to read")
     return observation, finite_number(reward, returned), done
+
+
+# ---- the keeper ----
+
+
+class Output:
+    """One of the worker's output streams on its way to the server's."""
+
+    def __init__(self, target: int):
+        self.target = target
+        self.reader, self.writer = os.pipe()  # not inherited across exec
+        os.set_blocking(self.reader, False)
+        self.open = True
+        self.pending = b""
+        self._left, self._dropped, self._window_ends = PRINTED_BYTES, 0, 0.0
+
+    def read(self) -> bool:
+        """Take what lies in the pipe, up to its usual size; whether there was something."""
+        try:
+            data = os.read(self.reader, 1 << 16)
+        except BlockingIOError:
+            return False
+        self.open = bool(data)
+        self.renew()
+        self.pending += data[: self._left]
+        self._dropped += max(len(data) - self._left, 0)
+        self._left = max(self._left - len(data), 0)
+        return self.open
+
+    def renew(self, end: bool = False) -> None:
+        """Begin a new window if the last one is over (`end`: it is), and say what it dropped."""
+        if end or time.monotonic() >= self._window_ends:
+            # A server whose output is stuck gets the line later.
+            if self._dropped and len(self.pending) <= PRINTED_BYTES:
+                line = f"[{self._dropped} bytes of a reward function's output are left out]"
+                self.pending += f"\n{line}\n".encode()
+                self._dropped = 0
+            self._left = max(PRINTED_BYTES - len(self.pending), 0)
+            self._window_ends = time.monotonic() + WINDOW_S
+
+    def write(self) -> None:
+        """Write a part that a pipe which polls as writable takes without waiting."""
+        try:
+            self.pending = self.pending[os.write(self.target, self.pending[: select.PIPE_BUF]) :]
+        except BlockingIOError:
+            pass
+        except OSError:  # a closed log must not fail a sample
+            self.pending = b""
+
+
+def wait(wake: int, outputs: list[Output], timeout_s: float) -> None:
+    """Forward output until a signal comes or `timeout_s` is over, at least once."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        poll = select.poll()
+        poll.register(wake, select.POLLIN)
+        for output in outputs:
+            if output.open:
+                poll.register(output.reader, select.POLLIN)
+            if output.pending:
+                poll.register(output.target, select.POLLOUT)
+        ready = {number for number, _ in poll.poll(1000 * max(deadline - time.monotonic(), 0))}
+        for output in outputs:
+            output.renew()
+            if output.reader in ready:
+                output.read()
+            if output.target in ready:
+                output.write()
+        if wake in ready:
+            os.read(wake, 1 << 10)
+            return
+        if time.monotonic() >= deadline:
+            return
+
+
+def reap() -> tuple[dict[int, int], bool]:
+    """The wait statuses of children that have ended, by id, and whether others are left."""
+    ended: dict[int, int] = {}
+    try:
+        while (child := os.waitpid(-1, os.WNOHANG))[0]:
+            ended[child[0]] = child[1]
+    except ChildProcessError:
+        return ended, False
+    return ended, True
+
+
+def kill_descendants(
+    worker: int, status: int | None, wake: int, outputs: list[Output]
+) -> int | None:
+    """Kill until no child is left; returns the worker's wait status, None if it still runs."""
+    deadline = time.monotonic() + KILL_S
+    left = True
+    while left and time.monotonic() < deadline:
+        for child in children() or [worker] * (status is None):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(child, signal.SIGKILL)
+        ended, left = reap()
+        status = ended.get(worker, status)
+        if left:
+            wait(wake, outputs, 0.01)
+    return status
+
+
+def children() -> list[int]:
+    found, own = [], str(os.getpid()).encode()
+    for name in os.listdir("/proc") if os.path.isdir("/proc") else []:
+        with contextlib.suppress(OSError):
+            if name.isdigit():
+                with open(f"/proc/{name}/stat", "rb") as file:
+                    # PID (NAME, which may hold anything) STATE PARENT ...
+                    if file.read().rpartition(b")")[2].split()[1] == own:
+                        found.append(int(name))
+    return found
+
+
+def finish(outputs: list[Output]) -> None:
+    """Forward what still lies in the pipes, for `FLUSH_S` at most: nobody writes any more."""
+    deadline = time.monotonic() + FLUSH_S
+    for output in outputs:
+        while output.open and output.read() and time.monotonic() < deadline:
+            pass
+        output.renew(end=True)
+        while output.pending and time.monotonic() < deadline:
+            poll = select.poll()
+            poll.register(output.target, select.POLLOUT)
+            if poll.poll(100):
+                output.write()
+
+
+def end_like(status: int | None) -> None:
+    code = 1 if status is None else os.waitstatus_to_exitcode(status)
+    if code < 0:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        if -code not in (signal.SIGKILL, signal.SIGSTOP):
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(code)
 
 
 if __name__ == "__main__":

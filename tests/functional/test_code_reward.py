@@ -109,9 +109,8 @@ def expected(tokenizer, pairs, ended=True) -> list[float]:
 def workers_of(job: ScriptJob) -> list[psutil.Process]:
     """Without their keepers."""
     children = psutil.Process(job.process.pid).children(recursive=True)
-    commands = {child: " ".join(child.cmdline()) for child in children}
-    workers = [child for child, command in commands.items() if "worker.py" in command]
-    return [child for child in workers if "worker_keeper.py" not in commands[child]]
+    pairs = {child for child in children if "worker.py" in " ".join(child.cmdline())}
+    return [child for child in pairs if child.parent() in pairs]
 
 
 def all_gone(processes, limit_s: float) -> bool:

@@ -24,8 +24,7 @@ from nemo_aligner.generation import GenerationParams, MegatronGenerator
 from nemo_aligner.generation.interface import Details, Reply
 from nemo_aligner.models.nlp.gpt.megatron_gpt_ppo_actor import MegatronGPTActorModel
 from nemo_aligner.servers import agents
-from nemo_aligner.servers.agent_door import AgentDoor
-from nemo_aligner.servers.agents import AgentEnvironment
+from nemo_aligner.servers.agents import AgentDoor, AgentEnvironment
 from nemo_aligner.servers.environment import EnvironmentFailedError, PythonEnvironment
 from nemo_aligner.servers.ports import find_free_port
 from tests import talking_agent

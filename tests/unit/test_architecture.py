@@ -112,7 +112,7 @@ NOT_OF_PPO = """
 algorithms.supervised checkpoint.hugging_face checkpoint.megatron checkpoint.old_weights
 data.nlp.datasets data.nlp.packing data.nlp.sft data.nlp.steerlm data.nlp.topk_logits
 models.nlp.gpt.megatron_gpt_reward_model servers.agents servers.environment servers.front
-servers.judge servers.reward_function servers.teachers servers.user_code servers.web
+servers.reward_function servers.teachers servers.user_code servers.web
 """.split()
 
 

@@ -16,7 +16,7 @@ from nemo_aligner.config import server_rules
 from nemo_aligner.config.access import client_tls, server_tls
 from nemo_aligner.config.server_rules import read_frontend
 from nemo_aligner.core.errors import ConfigError, ServerEndingError, ServerRequestError
-from nemo_aligner.servers import admission, http_server
+from nemo_aligner.servers import http_server
 from nemo_aligner.servers.admission import Access
 from nemo_aligner.servers.exchange import Exchange, InferRequest, Peer, token_header
 from nemo_aligner.servers.http_communicator import HTTPCommunicator
@@ -188,7 +188,7 @@ def test_a_request_gets_its_own_error_in_one_line(error, status, line, logged, m
 
     notes = []
     for level in ("warning", "error"):
-        monkeypatch.setattr(admission.logging, level, notes.append)
+        monkeypatch.setattr(http_server.logging, level, notes.append)
     with contextlib.closing(open_front([(REWARD, fail)], Access())) as front:
         got, reply = post(front, json.dumps({"inputs": TENSORS}).encode())
     assert got == status and reply.startswith(line) and "\n" not in reply

@@ -21,7 +21,6 @@ from nemo_aligner.config.defaults import complete_config
 from nemo_aligner.config.server_rules import read_web_rewards
 from nemo_aligner.config.values import plain_dict
 from nemo_aligner.core.errors import ConfigError, LostPeerError, UserError
-from nemo_aligner.servers.judge import JudgeWorker
 from nemo_aligner.servers.ports import find_free_port
 from nemo_aligner.servers.reward_function import RewardFunction, RewardFunctionError
 from nemo_aligner.servers.web import RewardServers
@@ -43,7 +42,7 @@ def judge_spec(url, cache, **changes):
 
 
 def rewards(url, cache, fallback=None, timeout_s=5.0, workers=4, init_timeout_s=60.0, **changes):
-    servers = RewardServers(judge_spec(url, cache, **changes), init_timeout_s, JudgeWorker)
+    servers = RewardServers(judge_spec(url, cache, **changes), init_timeout_s)
     return RewardFunction(
         servers, None, workers, timeout_s, fallback, section="trainer.rs", gives_columns=True
     )

@@ -16,7 +16,7 @@ from torch.utils.data import default_collate
 
 from nemo_aligner.algorithms.alarms import Alarms
 from nemo_aligner.algorithms.distillation import OnPolicyDistillationTrainer, response_batch
-from nemo_aligner.algorithms.reward_server import TeacherServer, no_sentences
+from nemo_aligner.algorithms.reward_server import TeacherServer
 from nemo_aligner.config.defaults import complete_config
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.core.types import Scores
@@ -29,6 +29,7 @@ from nemo_aligner.models.nlp.gpt.megatron_gpt_knowledge_distillation import (
     TopKTeacherModel,
 )
 from nemo_aligner.servers import schema
+from nemo_aligner.servers.requests import no_sentences
 from nemo_aligner.servers.schema import ReplyError, RequestError
 from nemo_aligner.servers.teachers import PolicyTeachers, TeacherLogits
 from nemo_aligner.servers.validation import validate_reply

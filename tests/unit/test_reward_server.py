@@ -10,7 +10,7 @@ import torch
 
 from nemo_aligner.algorithms.reward_server import RewardModelServer
 from nemo_aligner.core.errors import UserError
-from nemo_aligner.servers.scoring import batcher_options
+from nemo_aligner.servers.server_loop import batcher_options
 
 
 def make_server(infer_fn, **changes):

@@ -24,9 +24,9 @@ loop = object.__new__(server_loop.ServerLoop)
 loop.name, loop.rank, loop._current = "the server", 0, None
 loop._admission, loop._queue = threading.Lock(), queue.Queue()
 loop._store = SimpleNamespace(put=lambda *_: None)
-loop._host = SimpleNamespace(
+loop._front = SimpleNamespace(
     port=1,
-    stop=lambda: time.sleep(stops_s),
+    close=lambda: time.sleep(stops_s),
     kill=lambda: (print("killed", flush=True), time.sleep(kills_s)),
 )
 loop._close(ExitCode.LOST_PEER, "the reason")

@@ -11,7 +11,7 @@ import torch
 
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.servers import requests
-from nemo_aligner.servers.admission import is_large
+from nemo_aligner.servers.front import is_large
 from nemo_aligner.servers.scoring import Scorer, Turns
 from nemo_aligner.training.passes import plan_micro_batches
 from tests.patience import patience, wait_until
