@@ -34,11 +34,11 @@ from nemo_aligner.data.nlp.file_dataset import (
     Part,
     accepts_nemo_aligner_call,
     documents_within,
+    labelled_part,
     pad,
     response_mask,
-    scored_part,
+    sequence_part,
     slot,
-    trained_part,
 )
 from nemo_aligner.data.nlp.prompts import RLHFDataset as RLHFDataset
 from nemo_aligner.data.nlp.record_encoder import SURE
@@ -120,7 +120,7 @@ class RegressionRewardModelDataset(EncodedDataset):
         }
 
     def parts(self, item: dict[str, Any], padding: int | None) -> tuple[Part, ...]:
-        return (scored_part("text", item["inputs"], item["lengths"], padding),)
+        return (sequence_part("text", item["inputs"], item["lengths"], None, padding),)
 
     def note(self, item: dict[str, Any]) -> str:
         return f"label {item['labels'].tolist()}"
@@ -305,7 +305,10 @@ class RewardModelDataset(EncodedDataset):
         }
 
     def parts(self, item: dict[str, Any], padding: int | None) -> tuple[Part, ...]:
-        return tuple(scored_part(n, item[n], item[f"{n}_length"], padding) for n in PAIR)
+        return tuple(
+            sequence_part(n, item[n], item[f"{n}_length"], item.get(f"{n}_mask"), padding)
+            for n in PAIR
+        )
 
     def messages(self, record: Record) -> list[Message]:
         return super().messages(self.as_pair(record))
@@ -437,12 +440,6 @@ class DPOModelDataset(RewardModelDataset):
             item[key] = torch.tensor(float(reward))
         return item
 
-    def parts(self, item: dict[str, Any], padding: int | None) -> tuple[Part, ...]:
-        return tuple(
-            trained_part(name, item[name], item[f"{name}_mask"], int(item[f"{name}_length"]))
-            for name in PAIR
-        )
-
 
 class ResponseDataset(EncodedDataset):
     """Lines `{"prompt": ..., "response": ...}`: texts that follow each other, or conversations.
@@ -492,9 +489,8 @@ class ResponseDataset(EncodedDataset):
         }
 
     def parts(self, item: dict[str, Any], padding: int | None) -> tuple[Part, ...]:
-        mask = item["loss_mask"].roll(1)  # of labels: column t stands for token t+1
-        mask[0] = 0
-        return (trained_part("example", item["tokens"], mask, int(item["lengths"])),)
+        labels = int(item["lengths"]) - 1
+        return (labelled_part(*(item[key][:labels] for key in ("tokens", "labels", "loss_mask"))),)
 
     def messages(self, record: Record) -> list[Message]:
         return response_messages(record)[0]
@@ -575,8 +571,8 @@ class KTOModelDataset(ResponseDataset):
 
     def parts(self, item: dict[str, Any], padding: int | None) -> tuple[Part, ...]:
         name = "chosen" if item["preference"] else "rejected"
-        columns = item["samples"], item["sample_mask"], int(item["sample_length"])
-        return (trained_part(name, *columns),)
+        columns = (item[key] for key in ("samples", "sample_length", "sample_mask"))
+        return (sequence_part(name, *columns),)
 
 
 def _preference(record: Record) -> bool:

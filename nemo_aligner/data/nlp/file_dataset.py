@@ -281,23 +281,27 @@ def slot(index: int, length: int, width: int) -> dict[str, torch.Tensor]:
     return {"loss_mask": used, "position_ids": places, "idx": torch.tensor(index)}
 
 
-def trained_part(name: str, tokens: torch.Tensor, mask: torch.Tensor, length: int) -> Part:
-    """A sequence whose tokens are trained on where the mask, of tokens, is not 0."""
-    return Part(name, tokens.tolist()[:length], mask.ne(0).tolist()[:length])
+def sequence_part(
+    name: str,
+    tokens: torch.Tensor,
+    length: torch.Tensor,
+    mask: torch.Tensor | None,
+    padding: int | None = None,
+) -> Part:
+    """A sequence that is trained on where its mask is not 0; without one the output at its last
+    token is the reward, but for padding at its end.
+    """
+    is_scored = mask is None
+    if mask is None:
+        last = lengths_before(padding, tokens[None], length[None]) - 1
+        mask = torch.arange(len(tokens)) == last
+    size = int(length)
+    return Part(name, tokens[:size].tolist(), mask[:size].ne(0).tolist(), is_scored)
 
 
 def labelled_part(tokens: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor) -> Part:
     """An example whose labels are trained on where the mask, of labels, is not 0."""
     return Part("example", [int(tokens[0]), *labels.tolist()], [False, *mask.ne(0).tolist()])
-
-
-def scored_part(
-    name: str, tokens: torch.Tensor, length: torch.Tensor, padding: int | None
-) -> Part:
-    """A sequence whose last token's output is the reward, but for padding at its end."""
-    last = int(lengths_before(padding, tokens[None], length[None])) - 1
-    marked = [place == last for place in range(int(length))]
-    return Part(name, tokens[: int(length)].tolist(), marked, scored=True)
 
 
 def response_mask(is_response: Sequence[bool], index: int, width: int) -> torch.Tensor:

@@ -82,22 +82,20 @@ def keep_array(
     """The array of `make`, [n] of `dtype`: from the file `name`, mapped into memory, if it is
     there and whole.
     """
-    made: list[np.ndarray] = []
 
     def write(path: Path) -> None:
-        made.append(make())
         with path.open("wb") as file:  # by name, numpy adds an ending
-            np.save(file, made[0])
+            np.save(file, make())
 
     path = keep_file(data, index_dir, name, write)
-    if path is not None and not made:
+    if path is not None:
         try:
             found = np.load(path, mmap_mode="r", allow_pickle=False)
             if found.dtype == dtype and found.ndim == 1:
                 return found
         except (ValueError, OSError, EOFError):
             pass  # damaged
-    return made[0] if made else make()
+    return make()
 
 
 def keep_file(

@@ -252,20 +252,16 @@ class GivenRecords(RecordSource):
 
     def __init__(self, data: Sequence[Any], name: str) -> None:
         super().__init__(Path(f"{name} data"), [])
-        self.data = data
+        self.rows = data
 
     def __getitem__(self, at: int) -> Record:
-        return dict(self.data[at])
-
-    def scan(self) -> Iterator[tuple[int, int, Record]]:
-        for number in range(len(self.data)):
-            record = self.data[number]
-            if not isinstance(record, Mapping):
-                raise ConfigError(
-                    f"{self.path}: record {number} is a {type(record).__name__}; a dataset is "
-                    "built from records of jsonl files, {'text': ...}."
-                )
-            yield number, number, dict(record)
+        record = self.rows[at]
+        if not isinstance(record, Mapping):
+            raise ConfigError(
+                f"{self.path}: record {at} is a {type(record).__name__}; a dataset is built from "
+                "records of jsonl files, {'text': ...}."
+            )
+        return dict(record)
 
 
 def _parse(line: bytes, where: str) -> Record:

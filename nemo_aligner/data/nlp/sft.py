@@ -5,8 +5,6 @@ either in one sequence (`packed_sequence: True`), which saves the padding.
 """
 
 import bisect
-import collections
-import heapq
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -32,13 +30,7 @@ from nemo_aligner.data.nlp.chat_records import (
     each_turn,
     speaks_to_assistant,
 )
-from nemo_aligner.data.nlp.file_dataset import (
-    FileDataset,
-    Part,
-    labelled_part,
-    pad,
-    response_mask,
-)
+from nemo_aligner.data.nlp.file_dataset import FileDataset, Part, pad, response_mask
 from nemo_aligner.data.nlp.record_encoder import (
     EXTRA_TOKENS,
     begins_with_conversation,
@@ -65,6 +57,8 @@ class Examples(FileDataset):
     what: str  # for messages, as the next two
     cut: str
     none_left: tuple[str, str]
+    # Of a record: its tokens, and which of them are of a response.
+    tokens_of: Callable[[Record], Encoded]
 
     def __init__(
         self,
@@ -103,10 +97,6 @@ class Examples(FileDataset):
     def lengths(self) -> np.ndarray:
         """int64 [len(self)]: tokens of each item; of texts with `keep_lengths`."""
         return self.lines.numbers[self.documents].astype(np.int64)
-
-    def tokens_of(self, record: Record) -> Encoded:
-        """The tokens of a record, and which of them are of a response."""
-        raise NotImplementedError
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         tokens, trained = self.tokens_of(self.lines[self.documents[max(index, 0)]])
@@ -153,9 +143,7 @@ class Examples(FileDataset):
         return f"model.data.train_ds.max_seq_length={self.max_seq_length} tokens"
 
     def parts(self, item: dict[str, Any], padding: int | None) -> tuple[Part, ...]:
-        batch, length = self.collate_fn([item]), len(item["tokens"]) - 1
-        columns = (batch[name][0, :length] for name in ("tokens", "labels", "loss_mask"))
-        return (labelled_part(*columns),)
+        return (Part("example", item["tokens"], [False, *item["trained"][1:]]),)
 
 
 class SFTDataset(Examples):
@@ -360,24 +348,18 @@ def pack(slots: Sequence[int], size: int) -> list[list[int]]:
     the (first) one that it fills best. Returns the numbers of the items of each pack.
     """
     packs: list[list[int]] = []
-    rooms: list[int] = []  # the sizes of the room that open packs have, sorted
-    open_packs = collections.defaultdict[int, list[int]](list)  # by room, a heap of packs
+    open_packs: list[tuple[int, int]] = []  # (room, number) of each, sorted
+    smallest = min(slots, default=0)
     for number, needed in enumerate(slots):
-        place = bisect.bisect_left(rooms, needed)
-        if place == len(rooms):
-            chosen, room = len(packs), size
+        place = bisect.bisect_left(open_packs, (needed, 0))
+        if place == len(open_packs):
+            room, chosen = size, len(packs)
             packs.append([])
         else:
-            room = rooms[place]
-            chosen = heapq.heappop(open_packs[room])
-            if not open_packs[room]:
-                del rooms[place]
+            room, chosen = open_packs.pop(place)
         packs[chosen].append(number)
-        left = room - needed
-        if left:
-            if not open_packs[left]:
-                bisect.insort(rooms, left)
-            heapq.heappush(open_packs[left], chosen)
+        if room - needed >= smallest:
+            bisect.insort(open_packs, (room - needed, chosen))
     return packs
 
 
