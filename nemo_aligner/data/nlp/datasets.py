@@ -426,7 +426,7 @@ class DPOModelDataset(RewardModelDataset):
         self.pair_in_line, self.lines_per_document = True, 1
 
     def _check_prompts_of_pairs(self) -> None:
-        self.check_prompts(self.encoder.allow_empty_prompt, self.encoder.begins)
+        self.check_prompts()
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         record = by_our_names(self.lines[int(self.documents[max(index, 0)])])
@@ -459,10 +459,7 @@ class ResponseDataset(EncodedDataset):
         self.documents = documents_within(
             self.lines.notes, self.seq_length, self.name, "samples", "are longer"
         )
-        encoder = self.encoder
-        self.check_prompts(
-            encoder.allow_empty_prompt, encoder.begins, type(self) is ResponseDataset
-        )
+        self.check_prompts(sampled=type(self) is ResponseDataset)
 
     def _inspect(self, record: Record) -> tuple[int, float, int]:
         length = self.encoder.response_length(record, self.seq_length)

@@ -71,6 +71,7 @@ class FileDataset(torch.utils.data.Dataset[dict[str, Any]], ABC):
     read_fields: Sequence[str] = ()  # of its records; empty: all
     in_chunks = False  # a name of a file may stand for several (`data_files.CHUNK_ID`)
     lacks_prompts = False  # some of them are empty
+    allow_empty_prompt: bool
     others_are = "columns that nothing reads"
     alike = ", to the token"  # how items are equal that are there twice
     # From records to tokens; the form of conversations that a dataset without an encoder reads.
@@ -123,19 +124,17 @@ class FileDataset(torch.utils.data.Dataset[dict[str, Any]], ABC):
                 logging.warning(f"{self.name} data: {text}")
         return hint
 
-    def check_prompts(
-        self, allowed: bool, begins: Callable[[Record], bool], sampled: bool = False
-    ) -> None:
-        """Name the columns that nothing reads, and count the empty prompts (`lines.extra` is 1).
+    def begins(self, record: Record) -> bool:
+        """Whether a token stands before the response to a record's empty prompt."""
+        return self.encoder.begins(record)
 
-        Args:
-            allowed: `model.data.allow_empty_prompt`.
-            begins: whether a token stands before the response to a record's empty prompt, which
-                those that are `sampled` from must have.
+    def check_prompts(self, sampled: bool = False) -> None:
+        """Name the columns that nothing reads, and count the empty prompts (`lines.extra` is 1);
+        those that are `sampled` from must have a token to begin with.
         """
-        empty = np.flatnonzero(self.lines.extra)
+        allowed, empty = self.allow_empty_prompt, np.flatnonzero(self.lines.extra)
         self.lacks_prompts = len(empty) > 0
-        has_token = not len(empty) or begins(self.lines[int(empty[0])])
+        has_token = not len(empty) or self.begins(self.lines[int(empty[0])])
         is_refused = len(empty) > 0 and (not allowed or sampled and not has_token)
         unread = self.say_unread(is_refused)
         if not len(empty):
@@ -240,6 +239,7 @@ class EncodedDataset(FileDataset):
     ) -> None:
         self.encoder = RecordEncoder(tokenizer, data_cfg)
         self.encode = self.encoder.encode_text
+        self.allow_empty_prompt = self.encoder.allow_empty_prompt
         self.tokenizer, self.name, self.pad_id = tokenizer, name, tokenizer.eos_id
         self.seq_length, self.data_cfg = seq_length, data_cfg or {}
         self._prepare(paths)

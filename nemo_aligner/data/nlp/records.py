@@ -136,14 +136,6 @@ class Records(Sequence):
         number = int(np.searchsorted(self._ends, index, side="right"))
         return number, int(self._found["at"][index])
 
-    def row_of(self, index: int, first: int) -> int:
-        """How many rows after that of the record `first` the row of a record is."""
-        if self.expand is None:
-            return index - first
-        begins = np.diff(self._found["at"][first : index + 1]) != 0
-        begins[self.starts[(self.starts > first) & (self.starts <= index)] - first - 1] = True
-        return int(begins.sum())
-
     def where(self, index: int) -> str:
         source = self.sources[self._place(index)[0]]
         return f"{source.path}, {source.unit} {self._found['row'][index]}"

@@ -9,6 +9,7 @@ next. A pass has whole global batches only: the rest of an epoch is dropped or, 
 request, filled up with the index -1 (a slot without data).
 """
 
+import functools
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -68,10 +69,6 @@ class BatchSampler:
             )
         if consumed_samples < 0:
             raise UserError(f"consumed_samples={consumed_samples}: it counts from 0.")
-        if not 0 <= data_parallel_rank < data_parallel_size:
-            raise ValueError(
-                f"data_parallel_rank={data_parallel_rank} of {data_parallel_size} ranks"
-            )
         if drop_last:
             if total_samples < global_batch_size:
                 raise UserError(
@@ -244,12 +241,11 @@ class DefaultBatchIterator:
         self.collate_fn = collate_fn
 
     def __iter__(self) -> Iterator[InferenceBatch]:
-        for indices in self.microbatches:
-            yield self._collate(indices)
+        for indices in self._taken():
+            yield self.collate_fn([self.dataset[index] for index in indices])
 
-    def _collate(self, indices: list[int]) -> InferenceBatch:
-        batch: InferenceBatch = self.collate_fn([self.dataset[index] for index in indices])
-        return batch
+    def _taken(self) -> Iterable[list[int]]:
+        return self.microbatches
 
 
 class StoreBatchIterator(DefaultBatchIterator):
@@ -278,19 +274,18 @@ class StoreBatchIterator(DefaultBatchIterator):
             self.store.delete_key(StoreBatchIterator._last_key)
         StoreBatchIterator._last_key = self.key
 
-    def __iter__(self) -> Iterator[InferenceBatch]:
-        if self.store is None:
-            yield from super().__iter__()
+    def _taken(self) -> Iterable[list[int]]:
+        """Those whose number this model-parallel group takes, the same on all of its ranks."""
+        store = self.store
+        if store is None:
+            yield from self.microbatches
             return
-        while (ticket := self._take_ticket(self.store)) < len(self.microbatches):
-            yield self._collate(self.microbatches[ticket])
-
-    def _take_ticket(self, store: dist.Store) -> int:
-        """The next number of the queue, the same on all ranks of this model-parallel group."""
+        take: Callable[[], int] = lambda: store.add(self.key, 1) - 1
         group = parallel_state.get_model_parallel_group()
-        if group is None:  # not the ranks of the whole job
-            return store.add(self.key, 1) - 1
-        return on_rank_zero(lambda: store.add(self.key, 1) - 1, group)
+        if group is not None:  # without one not the ranks of the whole job
+            take = functools.partial(on_rank_zero, take, group)
+        while (number := take()) < len(self.microbatches):
+            yield self.microbatches[number]
 
 
 class HTTPBatchIterator(StoreBatchIterator):

@@ -74,11 +74,11 @@ class Examples(FileDataset):
         self.max_seq_length, self.pad_to_max_length = max_seq_length, pad_to_max_length
         self.answer_only_loss, self.allow_empty_prompt = answer_only_loss, allow_empty_prompt
 
-    def _choose_documents(self, begins: Callable[[Record], bool]) -> None:
+    def _choose_documents(self) -> None:
         """Serve all; warn of examples that are cut, raise if none keeps its response."""
         lines = self.lines
         self.documents = np.arange(len(lines))
-        self.check_prompts(self.allow_empty_prompt, begins)
+        self.check_prompts()
         cut, without_response = lines.notes > WHOLE, lines.notes == NO_RESPONSE_LEFT
         limit = f"max_seq_length={self.max_seq_length} tokens"
         if without_response.all():
@@ -213,7 +213,10 @@ class SFTDataset(Examples):
             [self.add_bos, add_eos, keep_lengths],
         ]
         self.lines = self.checked_records(paths, depends_on, *fields, allow_blank=True)
-        self._choose_documents(lambda record: self.add_bos)
+        self._choose_documents()
+
+    def begins(self, record: Record) -> bool:
+        return self.add_bos
 
     def _inspect(self, record: Record) -> tuple[int, float, int]:
         """What is left, with `keep_lengths` how many tokens, and whether the prompt is empty."""
@@ -285,7 +288,10 @@ class SFTChatDataset(Examples):
         how = [max_seq_length, self.answer_only_loss, one_turn_per_sample]
         expand = each_turn if one_turn_per_sample else None
         self.lines = self.checked_records(paths, [form.state, how], expand=expand)
-        self._choose_documents(lambda record: True)
+        self._choose_documents()
+
+    def begins(self, record: Record) -> bool:
+        return True
 
     def _inspect(self, record: Record) -> tuple[int, float, int]:
         tokens, is_response = self.form.conversation(record)
