@@ -206,11 +206,8 @@ def _read_indexed(prefix: Path) -> "IndexedDataset":
                 f"data file {prefix}{ending} does not exist. With model.data.data_impl=mmap a "
                 "path names <path>.bin and <path>.idx, without the ending."
             )
-    from megatron.core.datasets.indexed_dataset import _INDEX_HEADER, IndexedDataset
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-    with Path(f"{prefix}.idx").open("rb") as file:
-        if file.read(len(_INDEX_HEADER)) != _INDEX_HEADER:
-            raise UserError(f"{prefix}.idx is not the index of an indexed dataset.")
     with damage(prefix, "has an .idx that cannot be read"):
         return IndexedDataset(str(prefix))
 
