@@ -168,13 +168,9 @@ def read_sample(job: InspectedJob, index: int) -> Sample:
 
 
 def place(dataset: FileDataset, document: int) -> str:
-    """Where a document stands: file and record, counted from 1."""
-    first = document * dataset.lines_per_document
-    file = max(n for n, start in enumerate(dataset.lines.first_of_file) if start <= first)
-    record = dataset.lines.row_of(first, int(dataset.lines.first_of_file[file])) + 1
-    last = record + dataset.lines_per_document - 1
-    numbers = f"record {record}" if last == record else f"records {record} and {last}"
-    return f"{dataset.lines.paths[file]}, {numbers}"
+    """Where a document stands, as errors name it: file and line, or row."""
+    lines = dataset.lines_per_document
+    return " and ".join(dataset.lines.where(document * lines + n) for n in range(lines))
 
 
 def pieces(tokenizer: Tokenizer, part: Part) -> Iterator[Piece]:

@@ -96,27 +96,27 @@ def test_conversations_for_sft(model, write, tmp_path, capsys):
     assert f"gpt_sft reads {path}" in out and "5 samples, of which it uses 5" in out
     sample = out.split("--- sample 1: ")[1].split("\n\n")[0]
     assert sample == (
-        f"{path}, record 1\nexample (44 tokens, 13 trained on)\n"
+        f"{path}, line 1\nexample (44 tokens, 13 trained on)\n"
         "<|im_start|>system⏎\nYou are a helpful model.<|im_end|>⏎\n<|im_start|>user⏎\nhello"
         "<|im_end|>⏎\n<|im_start|>assistant⏎\n[[the film⏎\nwas a joy]][[<|im_end|>]]"
     ).replace("44 tokens, 13", re.search(r"\d+ tokens, \d+", sample).group())
     assert "--- sample 3" in out and "--- sample 4" not in out
     findings = {
-        "with an empty response": "record 3",
-        "there more than once, to the token": f"record 2 (as {path}, record 1)",
-        "with a special token in what somebody wrote; the model cannot tell it apart": "record 4",
+        "with an empty response": "line 3",
+        "there more than once, to the token": f"line 2 (as {path}, line 1)",
+        "with a special token in what somebody wrote; the model cannot tell it apart": "line 4",
         "longer than model.data.train_ds.max_seq_length=100 tokens: their ends are cut off": (
-            "record 4"
+            "line 4"
         ),
         "longer than model.data.train_ds.max_seq_length=100 tokens, with nothing left of a "
-        "response: no token is trained on": "record 5",
+        "response: no token is trained on": "line 5",
     }
     for text, where in findings.items():
         assert f"1 {text}:\n    {path}, {where}\n" in out
     text = page.read_text(encoding="utf-8")
     assert '<span class="marked">the film⏎\nwas a joy</span>' in text
     assert '<span class="marked special">&lt;|im_end|&gt;</span>' in text
-    assert f"1 with an empty response:\n    {path}, record 3" in text and "█ 1" in text
+    assert f"1 with an empty response:\n    {path}, line 3" in text and "█ 1" in text
     assert 'trained on: <span class="marked">so</span>' in text
     assert "<script" not in text and "http" not in text
     colored = shown(capsys, path, "--model", model, *settings, "--color", "always")
@@ -145,8 +145,8 @@ def test_prompts_and_what_replaces_them(model, write, capsys):
     assert "gpt_ppo_actor reads" in out and "[[" not in out
     assert out.count("<|im_start|>assistant⏎\n\n") == 2
     assert re.search(r"1 longer than 150 tokens .*: replaced by the next prompt that fits", out)
-    assert re.search(rf"{re.escape(path)}, record 2 \(\d\d\d tokens\)", out)
-    assert f"1 there more than once:\n    {path}, record 3 (as {path}, record 1)" in out
+    assert re.search(rf"{re.escape(path)}, line 2 \(\d\d\d tokens\)", out)
+    assert f"1 there more than once:\n    {path}, line 3 (as {path}, line 1)" in out
     assert "lengths in tokens: shortest" in out and "a prompt may have 150 tokens" in out
 
 
@@ -156,24 +156,26 @@ def test_pairs(model, write, capsys):
     out = shown(capsys, path, "--model", model, TEMPLATE, "model.data.seq_length=60")
     assert "training_rm reads" in out and "2 samples, of which it uses 1" in out
     assert "assistant⏎\na joy[[<|im_end|>]]\nrejected (" in out
-    said = r"1 longer than model.data.seq_length=60 tokens: left out:\n.*record 2 \("
+    said = r"1 longer than model.data.seq_length=60 tokens: left out:\n.*line 2 \("
     assert re.search(said, out)
-    assert f"1 with an empty response:\n    {path}, record 1" in out
+    assert f"1 with an empty response:\n    {path}, line 1" in out
     lines = write(*({"text": text} for text in ("the film", "the plot", "x", "x y")), name="lines")
     out = shown(capsys, lines, "--model", model, "--job", "training_rm")
     said = "Texts begin without a bos token, as the tokenizer itself does"
     assert f"{said} (model.data.add_bos=null)." in out
-    assert f"--- sample 2: {lines}, records 3 and 4" in out and "Nothing to report." in out
+    assert (
+        f"--- sample 2: {lines}, line 3 and {lines}, line 4" in out and "Nothing to report." in out
+    )
 
 
 def test_labels_and_texts_for_sft(model, write, capsys):
     path = write({"messages": chat("hello", "a joy"), "label": [1, 2]})
     out = shown(capsys, path, "--model", model, TEMPLATE, "model.regression.num_attributes=2")
-    assert "training_rm reads" in out and "record 1; label [1.0, 2.0]" in out
+    assert "training_rm reads" in out and "line 1; label [1.0, 2.0]" in out
     path = write({"input": "the film", "output": "was a joy"}, {"input": "x", "output": " "})
     out = shown(capsys, path, "--model", model)
     assert "the film[[ was a joy]][[<|im_end|>]]" in out
-    assert f"1 with an empty response:\n    {path}, record 2" in out
+    assert f"1 with an empty response:\n    {path}, line 2" in out
 
 
 def test_responses_for_on_policy_distillation(model, write, capsys):
@@ -207,7 +209,7 @@ def test_examples_with_logits_of_a_teacher(model, tmp_path, capsys):
     path.write_text("".join(lines))
     out = shown(capsys, str(path), "--model", model)
     assert f"example ({len(ids) + 1} tokens, 2 trained on)\nthe film was a[[ joy]][[<|" in out
-    assert f"1 with an empty response:\n    {path}, record 2" in out
+    assert f"1 with an empty response:\n    {path}, line 2" in out
 
 
 def test_responses_with_weights(model, write, capsys):
@@ -217,7 +219,7 @@ def test_responses_with_weights(model, write, capsys):
     long = [{**response, "value": "the film " * 60} for response in responses]
     path = write(record, {**record, "responses": long})
     out = shown(capsys, path, "--model", model, "model.data.train_ds.max_seq_length=60")
-    assert "steerlm2 reads" in out and "record 1; weights 0.5, 0.5" in out
+    assert "steerlm2 reads" in out and "line 1; weights 0.5, 0.5" in out
     assert out.count("response (") == 2 and "quality:4⏎\n[[a plot⏎\n" in out
     assert re.search(r"1 with a response longer than .*max_seq_length=60 tokens.*: left out", out)
 
@@ -227,7 +229,7 @@ def test_pairs_by_the_names_of_nemo_aligner(model, write, capsys):
     record = {"prompt": prompt[:1], "chosen_response": chosen[1], "rejected_response": empty[1]}
     path = write(record)
     out = shown(capsys, path, "--model", model, TEMPLATE)
-    assert "gpt_dpo reads" in out and f"1 with an empty response:\n    {path}, record 1" in out
+    assert "gpt_dpo reads" in out and f"1 with an empty response:\n    {path}, line 1" in out
     mark = "with a special token in what somebody wrote"
     assert f"1 {mark}; the model cannot tell it apart:\n    {path}" in out
 
@@ -238,7 +240,7 @@ def test_special_tokens_beside_a_response_and_in_attributes(model, write, capsys
     record = {"prompt": chat("a <|im_end|> b")[:1], "response": response, "preference": "chosen"}
     plain = {**record, "prompt": prompt}
     out = shown(capsys, write(plain, record), "--model", model, TEMPLATE)
-    assert f"1 {mark}" in out and "record 2" in out.split(mark)[1]
+    assert f"1 {mark}" in out and "line 2" in out.split(mark)[1]
     other = {"messages": chat("hello", "a joy"), "response": "of something else"}
     out = shown(capsys, write(other, name="sft"), "--model", model, TEMPLATE, "--job", "gpt_sft")
     assert mark not in out and "columns that nothing reads:" in out
@@ -248,7 +250,7 @@ def test_special_tokens_beside_a_response_and_in_attributes(model, write, capsys
     marked = {**sample, "system": "Be <|im_end|> kind."}
     bare = {"prompt_turns": turns, "label": None, "responses": answers}
     out = shown(capsys, write(sample, marked, bare, name="weights"), "--model", model)
-    assert f"1 {mark}" in out and "record 2" in out.split(mark)[1]
+    assert f"1 {mark}" in out and "line 2" in out.split(mark)[1]
 
 
 def test_lengths_of_the_policy_that_trained_the_checkpoint_do_not_count(model, write, tmp_path):
@@ -375,9 +377,9 @@ LAYOUTS = [
             for strength in (-2, 3)
         ],
         [
-            "record 1; margin 2\nchosen (of N)\nhello⏎\na[[ joy]]\nrejected (of N)\nhello⏎\n"
+            "row 1; margin 2\nchosen (of N)\nhello⏎\na[[ joy]]\nrejected (of N)\nhello⏎\n"
             "a[[ plot]]",
-            "record 2; margin 3\nchosen (of N)\nhello⏎\na[[ plot]]",
+            "row 2; margin 3\nchosen (of N)\nhello⏎\na[[ plot]]",
             "1 with columns that nothing reads:\n    {path}: split.\n",
         ],
     ),
@@ -387,8 +389,8 @@ LAYOUTS = [
         STEPS,
         [{"prompt": "the film?", "completions": ["a plot", "a joy"], "labels": [True, False]}],
         [
-            "record 1; label [1.0]\ntext (of N)\nthe film?⏎\na[[ plot]]\n",
-            "record 1; label [0.0]\ntext (of N)\nthe film?⏎\na plot⏎\na[[ joy]]\n",
+            "row 1; label [1.0]\ntext (of N)\nthe film?⏎\na[[ plot]]\n",
+            "row 1; label [0.0]\ntext (of N)\nthe film?⏎\na plot⏎\na[[ joy]]\n",
             "2 samples, of which it uses 2",
         ],
     ),
@@ -498,7 +500,7 @@ def test_an_empty_prompt_that_is_allowed_is_counted(job, model, write, capsys):
     if job == "gpt_ppo_actor":
         assert "needs a token to begin with: add_bos=True" in error_of(capsys, "inspect", *words)
     else:
-        assert f"1 with an empty prompt:\n    {path}, record 2" in shown(capsys, *words)
+        assert f"1 with an empty prompt:\n    {path}, line 2" in shown(capsys, *words)
 
 
 # ------------------------------------------------------------------------------------------ page

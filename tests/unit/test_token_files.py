@@ -91,7 +91,7 @@ def test_bad_files_of_tokens_are_refused(tmp_path, tiny_tokenizer):
     refused("mmap", tmp_path / "other", said)
     write_mmap(tmp_path / "damaged", [[1, 2]])
     (tmp_path / "damaged.idx").write_bytes(b"no index at all")
-    refused("mmap", tmp_path / "damaged", "damaged.idx is not the index of an indexed dataset")
+    refused("mmap", tmp_path / "damaged", "damaged has an .idx that cannot be read")
     refused("packed_jsonl", tmp_path / "no.npy", "no.npy does not exist")
     (tmp_path / "text.npy").write_text('{"text": "a"}')
     refused("packed_jsonl", tmp_path / "text.npy", "text.npy is not a .npy file of tokens")

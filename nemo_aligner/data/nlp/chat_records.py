@@ -67,11 +67,8 @@ def conversation_messages(record: Record) -> list[Message]:
 
 def prompt_messages(record: Record) -> list[Message]:
     """The messages of a prompt: those of `prompt`, else of the record's conversation."""
-    messages = (
-        _with_system(record, _prompt(record))
-        if record.get("prompt") is not None
-        else conversation_messages(record)
-    )
+    has_prompt = record.get("prompt") is not None
+    messages = _prompt(record) if has_prompt else conversation_messages(record)
     if messages[-1]["role"] == ASSISTANT:
         raise UserError(
             f"message {len(messages)}, the last, is the assistant's, but the policy responds to "
@@ -97,7 +94,7 @@ def pair_messages(record: Record) -> tuple[list[Message], list[Message], int]:
     """The conversations of a pair, the better one first, and the place from which they differ."""
     if any(record.get(field) is None for field in PAIR):
         raise missing(PAIR, record)
-    prompt = None if record.get("prompt") is None else _with_system(record, _prompt(record))
+    prompt = None if record.get("prompt") is None else _prompt(record)
     chosen, rejected = (_whole(record, field, prompt) for field in PAIR)
     if chosen == rejected:
         raise EqualPairError
@@ -150,7 +147,7 @@ def response_messages(record: Record) -> tuple[list[Message], int]:
     """`prompt` with `response`, a text or messages, and the place where the response begins."""
     if record.get("prompt") is None or record.get("response") is None:
         raise missing(("prompt", "response"), record)
-    prompt = _with_system(record, _prompt(record))
+    prompt = _prompt(record)
     return _whole(record, "response", prompt), len(prompt)
 
 
@@ -260,8 +257,8 @@ def _call(call: Any, what: str) -> Any:
 def _prompt(record: Record) -> list[Message]:
     prompt = record["prompt"]
     if isinstance(prompt, str):
-        return [{"role": "user", "content": prompt}]
-    return read_messages(prompt, "prompt")
+        return _with_system(record, [{"role": "user", "content": prompt}])
+    return _with_system(record, read_messages(prompt, "prompt"))
 
 
 def _with_system(record: Record, messages: list[Message]) -> list[Message]:

@@ -34,11 +34,11 @@ from nemo_aligner.data.nlp.file_dataset import (
     Part,
     accepts_nemo_aligner_call,
     documents_within,
+    labelled_part,
     pad,
     response_mask,
-    scored_part,
+    sequence_part,
     slot,
-    trained_part,
 )
 from nemo_aligner.data.nlp.prompts import RLHFDataset as RLHFDataset
 from nemo_aligner.data.nlp.record_encoder import SURE
@@ -120,7 +120,7 @@ class RegressionRewardModelDataset(EncodedDataset):
         }
 
     def parts(self, item: dict[str, Any], padding: int | None) -> tuple[Part, ...]:
-        return (scored_part("text", item["inputs"], item["lengths"], padding),)
+        return (sequence_part("text", item["inputs"], item["lengths"], None, padding),)
 
     def note(self, item: dict[str, Any]) -> str:
         return f"label {item['labels'].tolist()}"
@@ -305,7 +305,10 @@ class RewardModelDataset(EncodedDataset):
         }
 
     def parts(self, item: dict[str, Any], padding: int | None) -> tuple[Part, ...]:
-        return tuple(scored_part(n, item[n], item[f"{n}_length"], padding) for n in PAIR)
+        return tuple(
+            sequence_part(n, item[n], item[f"{n}_length"], item.get(f"{n}_mask"), padding)
+            for n in PAIR
+        )
 
     def messages(self, record: Record) -> list[Message]:
         return super().messages(self.as_pair(record))
@@ -423,7 +426,7 @@ class DPOModelDataset(RewardModelDataset):
         self.pair_in_line, self.lines_per_document = True, 1
 
     def _check_prompts_of_pairs(self) -> None:
-        self.check_prompts(self.encoder.allow_empty_prompt, self.encoder.begins)
+        self.check_prompts()
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         record = by_our_names(self.lines[int(self.documents[max(index, 0)])])
@@ -436,12 +439,6 @@ class DPOModelDataset(RewardModelDataset):
             reward: Any = record.get(key, DEFAULT_REWARDS[key] if default is None else default)
             item[key] = torch.tensor(float(reward))
         return item
-
-    def parts(self, item: dict[str, Any], padding: int | None) -> tuple[Part, ...]:
-        return tuple(
-            trained_part(name, item[name], item[f"{name}_mask"], int(item[f"{name}_length"]))
-            for name in PAIR
-        )
 
 
 class ResponseDataset(EncodedDataset):
@@ -462,10 +459,7 @@ class ResponseDataset(EncodedDataset):
         self.documents = documents_within(
             self.lines.notes, self.seq_length, self.name, "samples", "are longer"
         )
-        encoder = self.encoder
-        self.check_prompts(
-            encoder.allow_empty_prompt, encoder.begins, type(self) is ResponseDataset
-        )
+        self.check_prompts(sampled=type(self) is ResponseDataset)
 
     def _inspect(self, record: Record) -> tuple[int, float, int]:
         length = self.encoder.response_length(record, self.seq_length)
@@ -492,9 +486,8 @@ class ResponseDataset(EncodedDataset):
         }
 
     def parts(self, item: dict[str, Any], padding: int | None) -> tuple[Part, ...]:
-        mask = item["loss_mask"].roll(1)  # of labels: column t stands for token t+1
-        mask[0] = 0
-        return (trained_part("example", item["tokens"], mask, int(item["lengths"])),)
+        labels = int(item["lengths"]) - 1
+        return (labelled_part(*(item[key][:labels] for key in ("tokens", "labels", "loss_mask"))),)
 
     def messages(self, record: Record) -> list[Message]:
         return response_messages(record)[0]
@@ -575,8 +568,8 @@ class KTOModelDataset(ResponseDataset):
 
     def parts(self, item: dict[str, Any], padding: int | None) -> tuple[Part, ...]:
         name = "chosen" if item["preference"] else "rejected"
-        columns = item["samples"], item["sample_mask"], int(item["sample_length"])
-        return (trained_part(name, *columns),)
+        columns = (item[key] for key in ("samples", "sample_length", "sample_mask"))
+        return (sequence_part(name, *columns),)
 
 
 def _preference(record: Record) -> bool:

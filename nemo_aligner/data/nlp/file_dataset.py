@@ -71,6 +71,7 @@ class FileDataset(torch.utils.data.Dataset[dict[str, Any]], ABC):
     read_fields: Sequence[str] = ()  # of its records; empty: all
     in_chunks = False  # a name of a file may stand for several (`data_files.CHUNK_ID`)
     lacks_prompts = False  # some of them are empty
+    allow_empty_prompt: bool
     others_are = "columns that nothing reads"
     alike = ", to the token"  # how items are equal that are there twice
     # From records to tokens; the form of conversations that a dataset without an encoder reads.
@@ -123,19 +124,17 @@ class FileDataset(torch.utils.data.Dataset[dict[str, Any]], ABC):
                 logging.warning(f"{self.name} data: {text}")
         return hint
 
-    def check_prompts(
-        self, allowed: bool, begins: Callable[[Record], bool], sampled: bool = False
-    ) -> None:
-        """Name the columns that nothing reads, and count the empty prompts (`lines.extra` is 1).
+    def begins(self, record: Record) -> bool:
+        """Whether a token stands before the response to a record's empty prompt."""
+        return self.encoder.begins(record)
 
-        Args:
-            allowed: `model.data.allow_empty_prompt`.
-            begins: whether a token stands before the response to a record's empty prompt, which
-                those that are `sampled` from must have.
+    def check_prompts(self, sampled: bool = False) -> None:
+        """Name the columns that nothing reads, and count the empty prompts (`lines.extra` is 1);
+        those that are `sampled` from must have a token to begin with.
         """
-        empty = np.flatnonzero(self.lines.extra)
+        allowed, empty = self.allow_empty_prompt, np.flatnonzero(self.lines.extra)
         self.lacks_prompts = len(empty) > 0
-        has_token = not len(empty) or begins(self.lines[int(empty[0])])
+        has_token = not len(empty) or self.begins(self.lines[int(empty[0])])
         is_refused = len(empty) > 0 and (not allowed or sampled and not has_token)
         unread = self.say_unread(is_refused)
         if not len(empty):
@@ -240,6 +239,7 @@ class EncodedDataset(FileDataset):
     ) -> None:
         self.encoder = RecordEncoder(tokenizer, data_cfg)
         self.encode = self.encoder.encode_text
+        self.allow_empty_prompt = self.encoder.allow_empty_prompt
         self.tokenizer, self.name, self.pad_id = tokenizer, name, tokenizer.eos_id
         self.seq_length, self.data_cfg = seq_length, data_cfg or {}
         self._prepare(paths)
@@ -281,23 +281,27 @@ def slot(index: int, length: int, width: int) -> dict[str, torch.Tensor]:
     return {"loss_mask": used, "position_ids": places, "idx": torch.tensor(index)}
 
 
-def trained_part(name: str, tokens: torch.Tensor, mask: torch.Tensor, length: int) -> Part:
-    """A sequence whose tokens are trained on where the mask, of tokens, is not 0."""
-    return Part(name, tokens.tolist()[:length], mask.ne(0).tolist()[:length])
+def sequence_part(
+    name: str,
+    tokens: torch.Tensor,
+    length: torch.Tensor,
+    mask: torch.Tensor | None,
+    padding: int | None = None,
+) -> Part:
+    """A sequence that is trained on where its mask is not 0; without one the output at its last
+    token is the reward, but for padding at its end.
+    """
+    is_scored = mask is None
+    if mask is None:
+        last = lengths_before(padding, tokens[None], length[None]) - 1
+        mask = torch.arange(len(tokens)) == last
+    size = int(length)
+    return Part(name, tokens[:size].tolist(), mask[:size].ne(0).tolist(), is_scored)
 
 
 def labelled_part(tokens: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor) -> Part:
     """An example whose labels are trained on where the mask, of labels, is not 0."""
     return Part("example", [int(tokens[0]), *labels.tolist()], [False, *mask.ne(0).tolist()])
-
-
-def scored_part(
-    name: str, tokens: torch.Tensor, length: torch.Tensor, padding: int | None
-) -> Part:
-    """A sequence whose last token's output is the reward, but for padding at its end."""
-    last = int(lengths_before(padding, tokens[None], length[None])) - 1
-    marked = [place == last for place in range(int(length))]
-    return Part(name, tokens[: int(length)].tolist(), marked, scored=True)
 
 
 def response_mask(is_response: Sequence[bool], index: int, width: int) -> torch.Tensor:

@@ -16,7 +16,7 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -82,22 +82,20 @@ def keep_array(
     """The array of `make`, [n] of `dtype`: from the file `name`, mapped into memory, if it is
     there and whole.
     """
-    made: list[np.ndarray] = []
 
     def write(path: Path) -> None:
-        made.append(make())
         with path.open("wb") as file:  # by name, numpy adds an ending
-            np.save(file, made[0])
+            np.save(file, make())
 
     path = keep_file(data, index_dir, name, write)
-    if path is not None and not made:
+    if path is not None:
         try:
             found = np.load(path, mmap_mode="r", allow_pickle=False)
             if found.dtype == dtype and found.ndim == 1:
                 return found
         except (ValueError, OSError, EOFError):
             pass  # damaged
-    return made[0] if made else make()
+    return make()
 
 
 def keep_file(
@@ -106,6 +104,7 @@ def keep_file(
     """The path of the file `name` for the data file or folder `data`, which `write` makes unless
     it exists; None if no folder for it can be written. `UserError`: there is no room for it.
     """
+    from filelock import FileLock
     from nemo.utils import logging  # here, as below: NeMo takes seconds to import
 
     chosen = Path(index_dir) if index_dir else (data if data.is_dir() else data.parent) / FOLDER
@@ -124,7 +123,10 @@ def keep_file(
             continue  # not ours to write
         os.close(handle)
         try:
-            with _alone(folder / f"{name}.lock"):
+            with contextlib.ExitStack() as alone:
+                # On a file system without locks all processes write, which does no harm.
+                with contextlib.suppress(NotImplementedError, OSError):
+                    alone.enter_context(FileLock(folder / f"{name}.lock"))
                 if not (folder / name).is_file():  # another process may have been faster
                     logging.info(f"reading {data}; for the next start: {folder / name}")
                     write(Path(temporary))
@@ -159,20 +161,6 @@ def keep_copy(
         )
         write(copy)
     return copy
-
-
-@contextlib.contextmanager
-def _alone(lock: Path) -> Iterator[None]:
-    """One process at a time; on a file system without locks all of them, which does no harm."""
-    from filelock import FileLock
-
-    held = FileLock(lock)
-    with contextlib.suppress(NotImplementedError, OSError):
-        held.acquire()
-    try:
-        yield
-    finally:
-        held.release()
 
 
 def complete_lines(path: Path, check: Callable[[int, bytes], None]) -> int:

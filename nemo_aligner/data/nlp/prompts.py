@@ -70,7 +70,7 @@ class RLHFDataset(EncodedDataset):
 
     def _choose_documents(self) -> None:
         self.documents = np.arange(len(self.lines))
-        self.check_prompts(self.encoder.allow_empty_prompt, self.encoder.begins, sampled=True)
+        self.check_prompts(sampled=True)
         fits = self._fits()
         if not fits.all():
             logging.warning(

@@ -128,7 +128,7 @@ class RecordEncoder:
         form: ConversationForm | None = None,
     ) -> None:
         self.encode_text = TextEncoder(tokenizer, data_cfg)
-        self.form = form or chat_form(data_cfg, tokenizer)
+        self.form: Any = form or chat_form(data_cfg, tokenizer)
         data_cfg = data_cfg or {}
         self.template = data_cfg.get("chat_template")
         self.prompt_end = line_ends(data_cfg.get("prompt_end") or "")
@@ -156,7 +156,6 @@ class RecordEncoder:
             if not tokens:
                 raise UserError("the prompt is empty, and no bos token stands before it.")
             return tokens
-        assert self.form is not None
         return self.form.prompt(self._fixed(record))
 
     def prompt_length(self, record: Record, limit: int) -> int:
@@ -182,7 +181,6 @@ class RecordEncoder:
         text = self._text(record, has_conversation=False)
         if text is not None:
             return self.encode_text(text)
-        assert self.form is not None
         return self.form.sample(self._fixed(record))
 
     def sample_length(self, record: Record, limit: int) -> int:

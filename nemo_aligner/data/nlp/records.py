@@ -136,14 +136,6 @@ class Records(Sequence):
         number = int(np.searchsorted(self._ends, index, side="right"))
         return number, int(self._found["at"][index])
 
-    def row_of(self, index: int, first: int) -> int:
-        """How many rows after that of the record `first` the row of a record is."""
-        if self.expand is None:
-            return index - first
-        begins = np.diff(self._found["at"][first : index + 1]) != 0
-        begins[self.starts[(self.starts > first) & (self.starts <= index)] - first - 1] = True
-        return int(begins.sum())
-
     def where(self, index: int) -> str:
         source = self.sources[self._place(index)[0]]
         return f"{source.path}, {source.unit} {self._found['row'][index]}"
@@ -252,20 +244,16 @@ class GivenRecords(RecordSource):
 
     def __init__(self, data: Sequence[Any], name: str) -> None:
         super().__init__(Path(f"{name} data"), [])
-        self.data = data
+        self.rows = data
 
     def __getitem__(self, at: int) -> Record:
-        return dict(self.data[at])
-
-    def scan(self) -> Iterator[tuple[int, int, Record]]:
-        for number in range(len(self.data)):
-            record = self.data[number]
-            if not isinstance(record, Mapping):
-                raise ConfigError(
-                    f"{self.path}: record {number} is a {type(record).__name__}; a dataset is "
-                    "built from records of jsonl files, {'text': ...}."
-                )
-            yield number, number, dict(record)
+        record = self.rows[at]
+        if not isinstance(record, Mapping):
+            raise ConfigError(
+                f"{self.path}: record {at} is a {type(record).__name__}; a dataset is built from "
+                "records of jsonl files, {'text': ...}."
+            )
+        return dict(record)
 
 
 def _parse(line: bytes, where: str) -> Record:

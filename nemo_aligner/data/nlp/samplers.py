@@ -9,6 +9,7 @@ next. A pass has whole global batches only: the rest of an epoch is dropped or, 
 request, filled up with the index -1 (a slot without data).
 """
 
+import functools
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -68,10 +69,6 @@ class BatchSampler:
             )
         if consumed_samples < 0:
             raise UserError(f"consumed_samples={consumed_samples}: it counts from 0.")
-        if not 0 <= data_parallel_rank < data_parallel_size:
-            raise ValueError(
-                f"data_parallel_rank={data_parallel_rank} of {data_parallel_size} ranks"
-            )
         if drop_last:
             if total_samples < global_batch_size:
                 raise UserError(
@@ -112,35 +109,32 @@ class BatchSampler:
         return self._position()[2] // (self.local_batch_size * self.data_parallel_size)
 
     def __iter__(self) -> Iterator[list[int]]:
-        return self._at_random() if self.is_random else self._in_order()
-
-    def _at_random(self) -> Iterator[list[int]]:
-        """One permutation of the dataset per epoch, seeded with `seed + epoch`, cut into global
-        batches, of which each rank takes a share: these depend neither on the number of ranks nor
-        on the micro-batch size. A pass ends with the epoch.
+        """A pass over global batches, of which each rank takes a share: these depend neither on
+        the number of ranks nor on the micro-batch size. A random one is a permutation of the
+        dataset per epoch, seeded with `seed + epoch`, and ends with the epoch.
         """
         epoch, done, left = self._position()
-        order = torch.randperm(
-            self.total_samples, generator=torch.Generator().manual_seed(self.seed + epoch)
-        )
-        # Beyond the last global batch are other samples in each epoch.
-        for global_batch in order[done : done + left].split(self.global_batch_size):
-            share = global_batch.chunk(self.data_parallel_size)[self.data_parallel_rank]
-            for batch in share.split(self.local_batch_size):
-                self.consumed_samples += len(batch) * self.data_parallel_size
+        order = torch.arange(done + left)
+        if self.is_random:
+            generator = torch.Generator().manual_seed(self.seed + epoch)
+            # Beyond the last global batch are other samples in each epoch.
+            order = torch.randperm(self.total_samples, generator=generator)
+        order[self.total_samples :] = -1
+        for global_batch in order[done : done + left].view(-1, self.global_batch_size):
+            for batch in self._share(global_batch).split(self.local_batch_size):
+                if self.is_random:
+                    self.consumed_samples += len(batch) * self.data_parallel_size
                 yield batch.tolist()
-        self.consumed_samples = (epoch + 1) * self.samples_per_epoch
+        if self.is_random:
+            self.consumed_samples = (epoch + 1) * self.samples_per_epoch
 
-    def _in_order(self) -> Iterator[list[int]]:
-        size, ranks, rank = self.local_batch_size, self.data_parallel_size, self.data_parallel_rank
-        _epoch, first, left = self._position()
-        for start in range(first, first + left, size * ranks):
-            batch = [
-                index if index < self.total_samples else -1
-                for index in range(start, start + size * ranks)
-            ]
-            mine = slice(rank * size, (rank + 1) * size)
-            yield batch[mine if self.yields_micro_batches else slice(rank, None, ranks)]
+    def _share(self, global_batch: torch.Tensor) -> torch.Tensor:
+        ranks, rank = self.data_parallel_size, self.data_parallel_rank
+        if self.is_random:
+            return global_batch.chunk(ranks)[rank]
+        if self.yields_micro_batches:
+            return global_batch.view(-1, ranks, self.micro_batch_size)[:, rank].flatten()
+        return global_batch[rank::ranks]
 
 
 class MegatronPretrainingRandomSampler(BatchSampler):
@@ -244,12 +238,11 @@ class DefaultBatchIterator:
         self.collate_fn = collate_fn
 
     def __iter__(self) -> Iterator[InferenceBatch]:
-        for indices in self.microbatches:
-            yield self._collate(indices)
+        for indices in self._taken():
+            yield self.collate_fn([self.dataset[index] for index in indices])
 
-    def _collate(self, indices: list[int]) -> InferenceBatch:
-        batch: InferenceBatch = self.collate_fn([self.dataset[index] for index in indices])
-        return batch
+    def _taken(self) -> Iterable[list[int]]:
+        return self.microbatches
 
 
 class StoreBatchIterator(DefaultBatchIterator):
@@ -278,19 +271,18 @@ class StoreBatchIterator(DefaultBatchIterator):
             self.store.delete_key(StoreBatchIterator._last_key)
         StoreBatchIterator._last_key = self.key
 
-    def __iter__(self) -> Iterator[InferenceBatch]:
-        if self.store is None:
-            yield from super().__iter__()
+    def _taken(self) -> Iterable[list[int]]:
+        """Those whose number this model-parallel group takes, the same on all of its ranks."""
+        store = self.store
+        if store is None:
+            yield from self.microbatches
             return
-        while (ticket := self._take_ticket(self.store)) < len(self.microbatches):
-            yield self._collate(self.microbatches[ticket])
-
-    def _take_ticket(self, store: dist.Store) -> int:
-        """The next number of the queue, the same on all ranks of this model-parallel group."""
+        take: Callable[[], int] = lambda: store.add(self.key, 1) - 1
         group = parallel_state.get_model_parallel_group()
-        if group is None:  # not the ranks of the whole job
-            return store.add(self.key, 1) - 1
-        return on_rank_zero(lambda: store.add(self.key, 1) - 1, group)
+        if group is not None:  # without one not the ranks of the whole job
+            take = functools.partial(on_rank_zero, take, group)
+        while (number := take()) < len(self.microbatches):
+            yield self.microbatches[number]
 
 
 class HTTPBatchIterator(StoreBatchIterator):

@@ -5,8 +5,6 @@ either in one sequence (`packed_sequence: True`), which saves the padding.
 """
 
 import bisect
-import collections
-import heapq
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -32,13 +30,7 @@ from nemo_aligner.data.nlp.chat_records import (
     each_turn,
     speaks_to_assistant,
 )
-from nemo_aligner.data.nlp.file_dataset import (
-    FileDataset,
-    Part,
-    labelled_part,
-    pad,
-    response_mask,
-)
+from nemo_aligner.data.nlp.file_dataset import FileDataset, Part, pad, response_mask
 from nemo_aligner.data.nlp.record_encoder import (
     EXTRA_TOKENS,
     begins_with_conversation,
@@ -65,6 +57,8 @@ class Examples(FileDataset):
     what: str  # for messages, as the next two
     cut: str
     none_left: tuple[str, str]
+    # Of a record: its tokens, and which of them are of a response.
+    tokens_of: Callable[[Record], Encoded]
 
     def __init__(
         self,
@@ -80,11 +74,11 @@ class Examples(FileDataset):
         self.max_seq_length, self.pad_to_max_length = max_seq_length, pad_to_max_length
         self.answer_only_loss, self.allow_empty_prompt = answer_only_loss, allow_empty_prompt
 
-    def _choose_documents(self, begins: Callable[[Record], bool]) -> None:
+    def _choose_documents(self) -> None:
         """Serve all; warn of examples that are cut, raise if none keeps its response."""
         lines = self.lines
         self.documents = np.arange(len(lines))
-        self.check_prompts(self.allow_empty_prompt, begins)
+        self.check_prompts()
         cut, without_response = lines.notes > WHOLE, lines.notes == NO_RESPONSE_LEFT
         limit = f"max_seq_length={self.max_seq_length} tokens"
         if without_response.all():
@@ -103,10 +97,6 @@ class Examples(FileDataset):
     def lengths(self) -> np.ndarray:
         """int64 [len(self)]: tokens of each item; of texts with `keep_lengths`."""
         return self.lines.numbers[self.documents].astype(np.int64)
-
-    def tokens_of(self, record: Record) -> Encoded:
-        """The tokens of a record, and which of them are of a response."""
-        raise NotImplementedError
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         tokens, trained = self.tokens_of(self.lines[self.documents[max(index, 0)]])
@@ -153,9 +143,7 @@ class Examples(FileDataset):
         return f"model.data.train_ds.max_seq_length={self.max_seq_length} tokens"
 
     def parts(self, item: dict[str, Any], padding: int | None) -> tuple[Part, ...]:
-        batch, length = self.collate_fn([item]), len(item["tokens"]) - 1
-        columns = (batch[name][0, :length] for name in ("tokens", "labels", "loss_mask"))
-        return (labelled_part(*columns),)
+        return (Part("example", item["tokens"], [False, *item["trained"][1:]]),)
 
 
 class SFTDataset(Examples):
@@ -225,7 +213,10 @@ class SFTDataset(Examples):
             [self.add_bos, add_eos, keep_lengths],
         ]
         self.lines = self.checked_records(paths, depends_on, *fields, allow_blank=True)
-        self._choose_documents(lambda record: self.add_bos)
+        self._choose_documents()
+
+    def begins(self, record: Record) -> bool:
+        return self.add_bos
 
     def _inspect(self, record: Record) -> tuple[int, float, int]:
         """What is left, with `keep_lengths` how many tokens, and whether the prompt is empty."""
@@ -297,7 +288,10 @@ class SFTChatDataset(Examples):
         how = [max_seq_length, self.answer_only_loss, one_turn_per_sample]
         expand = each_turn if one_turn_per_sample else None
         self.lines = self.checked_records(paths, [form.state, how], expand=expand)
-        self._choose_documents(lambda record: True)
+        self._choose_documents()
+
+    def begins(self, record: Record) -> bool:
+        return True
 
     def _inspect(self, record: Record) -> tuple[int, float, int]:
         tokens, is_response = self.form.conversation(record)
@@ -360,24 +354,18 @@ def pack(slots: Sequence[int], size: int) -> list[list[int]]:
     the (first) one that it fills best. Returns the numbers of the items of each pack.
     """
     packs: list[list[int]] = []
-    rooms: list[int] = []  # the sizes of the room that open packs have, sorted
-    open_packs = collections.defaultdict[int, list[int]](list)  # by room, a heap of packs
+    open_packs: list[tuple[int, int]] = []  # (room, number) of each, sorted
+    smallest = min(slots, default=0)
     for number, needed in enumerate(slots):
-        place = bisect.bisect_left(rooms, needed)
-        if place == len(rooms):
-            chosen, room = len(packs), size
+        place = bisect.bisect_left(open_packs, (needed, 0))
+        if place == len(open_packs):
+            room, chosen = size, len(packs)
             packs.append([])
         else:
-            room = rooms[place]
-            chosen = heapq.heappop(open_packs[room])
-            if not open_packs[room]:
-                del rooms[place]
+            room, chosen = open_packs.pop(place)
         packs[chosen].append(number)
-        left = room - needed
-        if left:
-            if not open_packs[left]:
-                bisect.insort(rooms, left)
-            heapq.heappush(open_packs[left], chosen)
+        if room - needed >= smallest:
+            bisect.insort(open_packs, (room - needed, chosen))
     return packs
 
 

@@ -9,7 +9,7 @@ holds a row group at a time, which may be the whole file).
 
 import contextlib
 import pickle
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,9 +44,11 @@ class RecordSource:
         path: of the file or folder that the user gave; for messages.
         unit: what messages call a row: "line", "row", "document" or "record".
         files: whose content decides what the rows are.
+        rows: what the rows are made of, where their places are numbers from 0.
     """
 
     unit: str
+    rows: Sequence[Any]
 
     def __init__(self, path: Path, files: list[Path]) -> None:
         self.path, self.files = path, files
@@ -57,7 +59,8 @@ class RecordSource:
 
     def scan(self) -> Iterator[tuple[int, int, Record]]:
         """All rows in order, each with its place and its number as messages give it."""
-        raise NotImplementedError
+        for number in range(len(self.rows)):
+            yield number, number, self[number]
 
 
 # Rows that are decoded together while a file is copied or checked.
@@ -67,38 +70,25 @@ BATCH_BYTES = 8 << 20
 
 
 class ArrowTable(RecordSource):
-    """A `table` of `datasets`, which maps `arrow_files`; of one in memory there are none."""
+    """The rows of a `table` of `datasets`, in memory or mapped into it."""
 
     unit = "row"
 
-    def __init__(self, path: Path, table: Any, files: list[Path], arrow_files: list[Path]) -> None:
+    def __init__(self, path: Path, table: Any, files: list[Path]) -> None:
         super().__init__(path, files)
-        self.table, self.arrow_files = table, arrow_files
+        self.table = table
 
     def __getitem__(self, at: int) -> Record:
         return _without_nulls(self.table.fast_slice(at, 1).to_pylist()[0])
 
     def scan(self) -> Iterator[tuple[int, int, Record]]:
-        at = 0
-        batches = self._read_through() if self.arrow_files else self.table.table.to_batches()
-        for batch in _readable(batches, self.path):
-            for start in range(0, batch.num_rows, ROWS_AT_ONCE):
-                for row in batch.slice(start, ROWS_AT_ONCE).to_pylist():
-                    yield at, at + 1, _without_nulls(row)
-                    at += 1
-
-    def _read_through(self) -> Iterator["pyarrow.RecordBatch"]:
-        """By plain reading: pages of a mapped file count as memory of this process."""
-        import pyarrow as pa
-
-        for path in self.arrow_files:
-            with pa.OSFile(str(path)) as file:
-                try:
-                    yield from pa.ipc.open_stream(file)
-                except pa.ArrowInvalid:
-                    file.seek(0)
-                    reader = pa.ipc.open_file(file)
-                    yield from map(reader.get_batch, range(reader.num_record_batches))
+        rows = (
+            row
+            for batch in self.table.table.to_batches(max_chunksize=ROWS_AT_ONCE)
+            for row in batch.to_pylist()
+        )
+        for at, row in enumerate(rows):
+            yield at, at + 1, _without_nulls(row)
 
 
 def _without_nulls(row: Record) -> Record:
@@ -125,7 +115,7 @@ def open_parquet(path: Path, index_dir: str | None) -> ArrowTable:
         groups = [file.metadata.row_group(n) for n in range(file.metadata.num_row_groups)]
         if sum(group.total_byte_size for group in groups) <= index_files.SMALL:
             table = InMemoryTable(pa.Table.from_batches(list(batches), file.schema_arrow))
-            return ArrowTable(path, table, [path], [])
+            return ArrowTable(path, table, [path])
 
         def write(target: Path) -> None:
             with pa.OSFile(str(target), "wb") as sink:
@@ -134,7 +124,7 @@ def open_parquet(path: Path, index_dir: str | None) -> ArrowTable:
                         writer.write_table(table)
 
         copy = index_files.keep_copy(path, index_dir, path.name, ".arrow", write)
-    return ArrowTable(path, MemoryMappedTable.from_file(str(copy)), [path], [copy])
+    return ArrowTable(path, MemoryMappedTable.from_file(str(copy)), [path])
 
 
 def open_arrow(path: Path) -> ArrowTable:
@@ -148,7 +138,7 @@ def open_arrow(path: Path) -> ArrowTable:
         except pa.ArrowInvalid:
             with pa.memory_map(str(path)) as file:
                 table = InMemoryTable(pa.ipc.open_file(file).read_all())
-    return ArrowTable(path, table, [path], [path])
+    return ArrowTable(path, table, [path])
 
 
 def open_saved(folder: Path) -> ArrowTable:
@@ -159,29 +149,25 @@ def open_saved(folder: Path) -> ArrowTable:
         dataset = datasets.load_from_disk(str(folder), keep_in_memory=False)
     files = [Path(file["filename"]) for file in dataset.cache_files]
     state = [folder / name for name in ("state.json", "dataset_info.json")]
-    return ArrowTable(folder, dataset.data, [*state, *files], files)
+    return ArrowTable(folder, dataset.data, [*state, *files])
 
 
 def _gathered(batches: Iterator["pyarrow.RecordBatch"]) -> Iterator["pyarrow.Table"]:
     """`batches` in tables of one batch of about `BATCH_BYTES` each."""
     import pyarrow as pa
 
-    held: list[pa.RecordBatch] = []
-    size = 0
-    for batch in batches:
-        held.append(batch)
-        size += batch.nbytes
-        if size >= BATCH_BYTES:
-            yield pa.Table.from_batches(held).combine_chunks()
-            held, size = [], 0
-    if held:
+    for first in batches:
+        held, size = [first], first.nbytes
+        while size < BATCH_BYTES and (batch := next(batches, None)) is not None:
+            held.append(batch)
+            size += batch.nbytes
         yield pa.Table.from_batches(held).combine_chunks()
 
 
 def _readable(
-    batches: Iterable["pyarrow.RecordBatch"], path: Path
+    batches: Iterator["pyarrow.RecordBatch"], path: Path
 ) -> Iterator["pyarrow.RecordBatch"]:
-    done, batches = 0, iter(batches)
+    done = 0
     while True:
         with damage(path, f"cannot be read after row {done}"):
             batch = next(batches, None)
@@ -206,16 +192,11 @@ class TokenFile(RecordSource):
         indexed = data_impl == "mmap"
         files = [Path(f"{path}.idx"), Path(f"{path}.bin")] if indexed else [path]
         super().__init__(path, files)
-        self.documents = (_read_indexed if indexed else _read_array)(path)
+        self.rows = (_read_indexed if indexed else _read_array)(path)
 
     def __getitem__(self, at: int) -> Record:
-        return {"text": self.documents[at]}
-
-    def scan(self) -> Iterator[tuple[int, int, Record]]:
-        for number in range(len(self.documents)):
-            with damage(self.path, f"cannot be read at document {number}"):
-                tokens = self.documents[number]
-            yield number, number, {"text": tokens}
+        with damage(self.path, f"cannot be read at document {at}"):
+            return {"text": self.rows[at]}
 
 
 def _read_indexed(prefix: Path) -> "IndexedDataset":
@@ -225,11 +206,8 @@ def _read_indexed(prefix: Path) -> "IndexedDataset":
                 f"data file {prefix}{ending} does not exist. With model.data.data_impl=mmap a "
                 "path names <path>.bin and <path>.idx, without the ending."
             )
-    from megatron.core.datasets.indexed_dataset import _INDEX_HEADER, IndexedDataset
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-    with Path(f"{prefix}.idx").open("rb") as file:
-        if file.read(len(_INDEX_HEADER)) != _INDEX_HEADER:
-            raise UserError(f"{prefix}.idx is not the index of an indexed dataset.")
     with damage(prefix, "has an .idx that cannot be read"):
         return IndexedDataset(str(prefix))
 

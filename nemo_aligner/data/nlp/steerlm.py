@@ -168,20 +168,19 @@ class SteerLM2Dataset(Examples):
     def _encoded(self, record: Record) -> list[Encoded]:
         """Each response behind its prompt, with the mask of that last turn alone."""
         turns, label, responses = _fields(record)
-        speaker = responses[0]["role"]
+        system, speaker = record.get("system") or "", responses[0]["role"]
         others = tuple(dict.fromkeys(t.speaker for t in turns if t.speaker != speaker))
-        found = []
+        opening = turn_text(Turn(speaker, "", label), VALUE_TO_TEXT, self.marks)
+        text = self._prompt_text(system, turns) + opening.removesuffix(self.marks.end_of_turn)
+        prompt = list(self.tokenizer.text_to_ids(text))
+        start, found = len(prompt), []
         for response in responses:
             last = Turn(speaker, response["content"], label)
-            source = Source(record.get("system") or "", (*turns, last), others, VALUE_TO_TEXT)
+            source = Source(system, (*turns, last), others, VALUE_TO_TEXT)
             tokens, _is_response = self.form.encode(source)
             # Not by the mask of the chat format: a tokenizer may join `end_of_name` behind the
             # label with a newline that the response begins with.
-            opening = turn_text(Turn(speaker, "", label), VALUE_TO_TEXT, self.marks)
-            opening = opening.removesuffix(self.marks.end_of_turn)
-            prompt = self.tokenizer.text_to_ids(self._prompt_text(source, turns) + opening)
-            start = len(prompt)
-            if list(tokens[:start]) != list(prompt):
+            if list(tokens[:start]) != prompt:
                 raise UserError(
                     f"the tokenizer joins the end of the prompt with the start of the response "
                     f"{response['content'][:40]!r}. Leave the response out."
@@ -192,10 +191,10 @@ class SteerLM2Dataset(Examples):
     def get_prompt(self, system_turn: str, prompt_turns: Sequence[Mapping[str, str]]) -> str:
         """The text of a prompt, up to where the responding turn begins."""
         turns = [Turn(turn["from"], turn["value"]) for turn in prompt_turns]
-        return self._prompt_text(Source(system_turn, ()), turns)
+        return self._prompt_text(system_turn, turns)
 
-    def _prompt_text(self, source: Source, turns: Iterable[Turn]) -> str:
-        head = header_text(source, self.marks)
+    def _prompt_text(self, system: str, turns: Iterable[Turn]) -> str:
+        head = header_text(Source(system, ()), self.marks)
         return head + "".join(turn_text(turn, None, self.marks) for turn in turns)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
