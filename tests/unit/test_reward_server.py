@@ -93,7 +93,7 @@ def test_prompt_lengths_reach_a_function_that_needs_them_and_no_model():
 @pytest.mark.parametrize("width", [0, 2])
 def test_another_number_of_rewards_than_rows_is_an_error(width):
     server = make_server(lambda inputs: torch.zeros(inputs[0].shape[0], width))
-    words = rf"\[2, {width}\] for 2 row.*model.regression.merge_attributes"
+    words = rf"\[2, {width}\] for tokens .*model.regression.merge_attributes"
     with pytest.raises(RuntimeError, match=words):
         server.infer(tokens=TOKENS[:2], sequence_lengths=LENGTHS[:2])
 
