@@ -70,25 +70,38 @@ BATCH_BYTES = 8 << 20
 
 
 class ArrowTable(RecordSource):
-    """The rows of a `table` of `datasets`, in memory or mapped into it."""
+    """A `table` of `datasets`, which maps `arrow_files`; of one in memory there are none."""
 
     unit = "row"
 
-    def __init__(self, path: Path, table: Any, files: list[Path]) -> None:
+    def __init__(self, path: Path, table: Any, files: list[Path], arrow_files: list[Path]) -> None:
         super().__init__(path, files)
-        self.table = table
+        self.table, self.arrow_files = table, arrow_files
 
     def __getitem__(self, at: int) -> Record:
         return _without_nulls(self.table.fast_slice(at, 1).to_pylist()[0])
 
     def scan(self) -> Iterator[tuple[int, int, Record]]:
-        rows = (
-            row
-            for batch in self.table.table.to_batches(max_chunksize=ROWS_AT_ONCE)
-            for row in batch.to_pylist()
-        )
-        for at, row in enumerate(rows):
-            yield at, at + 1, _without_nulls(row)
+        at = 0
+        batches = self._read_through() if self.arrow_files else self.table.table.to_batches()
+        for batch in _readable(iter(batches), self.path):
+            for start in range(0, batch.num_rows, ROWS_AT_ONCE):
+                for row in batch.slice(start, ROWS_AT_ONCE).to_pylist():
+                    yield at, at + 1, _without_nulls(row)
+                    at += 1
+
+    def _read_through(self) -> Iterator["pyarrow.RecordBatch"]:
+        """By plain reading: pages of a mapped file count as memory of this process."""
+        import pyarrow as pa
+
+        for path in self.arrow_files:
+            with pa.OSFile(str(path)) as file:
+                try:
+                    yield from pa.ipc.open_stream(file)
+                except pa.ArrowInvalid:
+                    file.seek(0)
+                    reader = pa.ipc.open_file(file)
+                    yield from map(reader.get_batch, range(reader.num_record_batches))
 
 
 def _without_nulls(row: Record) -> Record:
@@ -115,7 +128,7 @@ def open_parquet(path: Path, index_dir: str | None) -> ArrowTable:
         groups = [file.metadata.row_group(n) for n in range(file.metadata.num_row_groups)]
         if sum(group.total_byte_size for group in groups) <= index_files.SMALL:
             table = InMemoryTable(pa.Table.from_batches(list(batches), file.schema_arrow))
-            return ArrowTable(path, table, [path])
+            return ArrowTable(path, table, [path], [])
 
         def write(target: Path) -> None:
             with pa.OSFile(str(target), "wb") as sink:
@@ -124,7 +137,7 @@ def open_parquet(path: Path, index_dir: str | None) -> ArrowTable:
                         writer.write_table(table)
 
         copy = index_files.keep_copy(path, index_dir, path.name, ".arrow", write)
-    return ArrowTable(path, MemoryMappedTable.from_file(str(copy)), [path])
+    return ArrowTable(path, MemoryMappedTable.from_file(str(copy)), [path], [copy])
 
 
 def open_arrow(path: Path) -> ArrowTable:
@@ -138,7 +151,7 @@ def open_arrow(path: Path) -> ArrowTable:
         except pa.ArrowInvalid:
             with pa.memory_map(str(path)) as file:
                 table = InMemoryTable(pa.ipc.open_file(file).read_all())
-    return ArrowTable(path, table, [path])
+    return ArrowTable(path, table, [path], [path])
 
 
 def open_saved(folder: Path) -> ArrowTable:
@@ -149,7 +162,7 @@ def open_saved(folder: Path) -> ArrowTable:
         dataset = datasets.load_from_disk(str(folder), keep_in_memory=False)
     files = [Path(file["filename"]) for file in dataset.cache_files]
     state = [folder / name for name in ("state.json", "dataset_info.json")]
-    return ArrowTable(folder, dataset.data, [*state, *files])
+    return ArrowTable(folder, dataset.data, [*state, *files], files)
 
 
 def _gathered(batches: Iterator["pyarrow.RecordBatch"]) -> Iterator["pyarrow.Table"]:
