@@ -38,7 +38,7 @@ def imports_of(script: Path) -> str:
                 statements.append(ast.unparse(node))
             elif isinstance(node, ast.Name) and node.id in functions:
                 called.append(functions.pop(node.id))
-    start = "from nemo_aligner.launch.endings import long_imports\nwith long_imports():\n    "
+    start = "from nemo_aligner.launch.start_up import long_imports\nwith long_imports():\n    "
     return start + "\n    ".join(statements)
 
 

@@ -24,7 +24,7 @@ from typing import Any
 import countdown
 import measure
 
-from nemo_aligner.launch.endings import VERBOSE
+from nemo_aligner.launch.start_up import VERBOSE
 from nemo_aligner.servers.ports import find_free_port
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "examples/nlp/gpt"

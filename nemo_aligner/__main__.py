@@ -74,7 +74,7 @@ def run_job(name: str, module: str, arguments: list[str]) -> None:
     """Start a job, or print its help."""
     from nemo_aligner.config.defaults import CONF
     from nemo_aligner.launch.command_line import hydra_runner
-    from nemo_aligner.launch.endings import VERBOSE
+    from nemo_aligner.launch.start_up import VERBOSE
 
     job = load_job(name, module)
     if not HELP.isdisjoint(arguments):

@@ -26,7 +26,7 @@ from pathlib import Path
 from types import ModuleType
 
 from nemo_aligner.core.errors import UserError
-from nemo_aligner.launch import endings
+from nemo_aligner.launch import start_up
 from nemo_aligner.servers.ports import find_free_port
 from nemo_aligner.servers.triton_environment import check_libpython, folder_of_workspaces
 
@@ -130,7 +130,7 @@ def c_library(system: str, machine: str, libc: tuple[str, str]) -> Finding:
 def unsupported() -> dict[str, str]:
     """By package: "numpy" -> "numpy<3 (installed: 3.1)"; without `packaging` that one alone."""
     try:
-        found = endings.unsupported()
+        found = start_up.unsupported()
     except ImportError:
         return {"packaging": "packaging (not installed)"}
     return {
@@ -142,7 +142,7 @@ def unsupported() -> dict[str, str]:
 def imported(package: str, wrong: dict[str, str]) -> Finding:
     """Whether a package is there, can be imported and has the right version."""
     wanted = wrong.get(package, package).split(" (")[0]
-    version = endings.installed_version(package)
+    version = start_up.installed_version(package)
     try:
         # What libraries say at their import, as of a missing CUDA, has a finding of its own here.
         logging.disable(logging.WARNING)
@@ -168,8 +168,8 @@ def others(wrong: dict[str, str]) -> Iterator[Finding]:
         wanted, _, there = text.removesuffix(")").partition(" (")
         status = MISSING if there == "not installed" else WARNING
         yield Finding(status, name, there, f"pip install '{wanted}'")
-    if not rest and endings.installed_version(endings.DISTRIBUTION) is None:
-        text = f"{endings.DISTRIBUTION} is not installed, so its requirements are not known"
+    if not rest and start_up.installed_version(start_up.DISTRIBUTION) is None:
+        text = f"{start_up.DISTRIBUTION} is not installed, so its requirements are not known"
         yield Finding(WARNING, "other packages", text, "pip install . in the repository")
     elif not rest:
         yield Finding(OK, "other packages", "as setup.py asks")
@@ -216,7 +216,7 @@ def transformer_engine(gpu: bool) -> Finding:
     except Exception as error:
         # A job takes it where it is installed.
         return Finding(MISSING, subject, f"does not import ({_first_line(error)})", BROKEN_ENGINE)
-    return Finding(OK, subject, endings.installed_version("transformer-engine") or "there")
+    return Finding(OK, subject, start_up.installed_version("transformer-engine") or "there")
 
 
 def apex() -> Finding:
@@ -246,7 +246,7 @@ def find_machine(folder: Path) -> Iterator[Finding]:
     yield from temporary_folders()
     yield clock(*measure_clocks())
     yield memory(available_memory())
-    yield cores(endings.available_cores())
+    yield cores(start_up.available_cores())
     yield open_files(resource.getrlimit(resource.RLIMIT_NOFILE))
 
 
@@ -388,7 +388,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parser().parse_args(argv)
     warnings.simplefilter("ignore")  # of packages that are imported
     findings = []
-    with endings.long_imports():
+    with start_up.long_imports():
         for finding in chain(find_packages(), find_machine(args.folder)):
             print(finding.line(), flush=True)
             findings.append(finding)

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests. `nemo_aligner` comes before Megatron Core, as in jobs: without a GPU it looks away from
 Transformer Engine. And no garbage is collected during the imports, as in jobs
-(`launch.endings.long_imports`).
+(`launch.start_up.long_imports`).
 """
 
 import gc

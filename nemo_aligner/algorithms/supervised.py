@@ -1,7 +1,6 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Training on labelled data: supervised fine-tuning and reward models; DPO, IPO, RPO and KTO, with
-the reference's log-probs in each batch.
+"""Training on labelled data: supervised fine-tuning and reward models.
 
 `TrainingLoop.fit` is the loop; the model knows the loss (`SupervisedInterface`). One step is
 one optimizer update on one global batch. Metrics at step k describe the weights after k updates,
@@ -10,12 +9,12 @@ so the training loss at k and a validation at k belong to the same weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
 from omegaconf import DictConfig
 from torch import Tensor
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import DataLoader
 
 from nemo_aligner.algorithms.training_loop import Parts, TrainingLoop
 from nemo_aligner.checkpoint.checkpointing import CheckpointCallback
@@ -276,52 +275,3 @@ class SupervisedTrainer(TrainingLoop):
         self.used = state_dict.get("used", used + 1 if self.consumed_samples else 0)
         self.more_steps = self.step + self.batches_left - (self.passes + 1) * batches
         self.set_max_steps()
-
-
-class DPOTrainer(SupervisedTrainer):
-    """Trains a policy on preference pairs; `cfg` is `trainer.dpo`, the others are those of
-    `SupervisedTrainer`. `collate_fn` makes a batch of what the loaders yield; None: they do.
-    """
-
-    JOB = ("gpt_dpo", "trainer.dpo")
-
-    def __init__(
-        self, *args: Any, collate_fn: Callable[..., Any] | None = None, **kwargs: Any
-    ) -> None:
-        super().__init__(*args, **kwargs)
-        self.collate_fn = collate_fn
-        if not getattr(self.model, "starts_as_reference", True):
-            self.alarms.thresholds.pop("first_rewards", None)
-
-    def train_single_step(self, batch: Any) -> dict[str, float]:
-        with self.timer("ref_policy_logprobs_time"):
-            batch = self.with_reference(batch)
-        return super().train_single_step(batch)
-
-    def validation_step(self, batch: Any) -> tuple[float, Mapping[str, float | Tensor]]:
-        return super().validation_step(self.with_reference(batch))
-
-    def with_reference(self, batch: Any) -> Any:
-        """`batch` with the reference's log-probs, computed unless the data have them."""
-        samples = batch if self.collate_fn is None else self.collate_fn(batch)
-        columns = tuple(self.model.REFERENCE_COLUMNS)
-        if all(column in samples for column in columns):
-            return samples
-        logprobs = self.model.get_ref_policy_logprobs(samples).chunk(len(columns))
-        return {**samples, **dict(zip(columns, logprobs, strict=True))}
-
-
-def dpo_custom_collate(batch: list[dict[str, Tensor]], *_args: Any, **_kwargs: Any) -> Any:
-    """A `DirectPairBatch` of items of `DPOModelDataset`, or a `LabelledResponseBatch` of those of
-    `KTOModelDataset`; the other arguments, NeMo-Aligner's, are not used.
-    """
-    return default_collate(batch)
-
-
-kto_custom_collate = dpo_custom_collate
-
-
-class KTOTrainer(DPOTrainer):
-    """Trains a policy on labelled responses; `cfg` is `trainer.kto`, the rest as `DPOTrainer`."""
-
-    JOB = ("gpt_kto", "trainer.kto")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from nemo_aligner.core.endings import interruptible
 from nemo_aligner.core.errors import UserError
-from nemo_aligner.launch.endings import remarks, warn_of_unsupported_versions
+from nemo_aligner.launch.start_up import remarks, warn_of_unsupported_versions
 
 DTYPES = ("as-stored", "fp32", "bf16", "fp16")
 

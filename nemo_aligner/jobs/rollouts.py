@@ -9,8 +9,8 @@ from omegaconf import DictConfig
 
 from nemo_aligner.config.server_rules import read_reward_models, read_teachers
 from nemo_aligner.core.estimators import ADVANTAGE_ESTIMATORS
-from nemo_aligner.launch.endings import long_imports
 from nemo_aligner.launch.job_entry import job_main, reward_servers
+from nemo_aligner.launch.start_up import long_imports
 
 # Keys of `trainer.ppo` that name a user's function, and what it is called with.
 OWN_FUNCTIONS = {

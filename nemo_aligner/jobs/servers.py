@@ -12,8 +12,8 @@ from nemo_aligner.config.defaults import complete
 from nemo_aligner.config.jobs.supervised import reward_model_type
 from nemo_aligner.config.values import plain_dict
 from nemo_aligner.core.errors import UserError
-from nemo_aligner.launch.endings import long_imports
 from nemo_aligner.launch.job_entry import job_main
+from nemo_aligner.launch.start_up import long_imports
 
 
 # The jobs beside each other: this one, the actor, and the rewards if they are elsewhere.

@@ -12,8 +12,8 @@ from omegaconf import DictConfig
 from nemo_aligner.config.jobs import supervised
 from nemo_aligner.config.values import Values, resolved
 from nemo_aligner.core.errors import UserError
-from nemo_aligner.launch.endings import long_imports
 from nemo_aligner.launch.job_entry import job_main
+from nemo_aligner.launch.start_up import long_imports
 
 if TYPE_CHECKING:
     from nemo.collections.common.tokenizers.tokenizer_spec import TokenizerSpec
@@ -109,7 +109,7 @@ def train_dpo(cfg: DictConfig) -> None:
     host memory, or with `model.peft.peft_scheme=lora` the model without its adapters.
     """
     with long_imports():
-        from nemo_aligner.algorithms.supervised import DPOTrainer
+        from nemo_aligner.algorithms.dpo import DPOTrainer
         from nemo_aligner.launch.supervised_job import train_on_preferences
         from nemo_aligner.models.nlp.gpt.megatron_gpt_dpo_model import MegatronGPTDPOModel
 
@@ -128,7 +128,7 @@ def train_kto(cfg: DictConfig) -> None:
     weights in host memory, or with `model.peft.peft_scheme=lora` the model without its adapters.
     """
     with long_imports():
-        from nemo_aligner.algorithms.supervised import KTOTrainer
+        from nemo_aligner.algorithms.dpo import KTOTrainer
         from nemo_aligner.launch.supervised_job import train_on_preferences
         from nemo_aligner.models.nlp.gpt.megatron_gpt_dpo_model import MegatronGPTKTOModel
 

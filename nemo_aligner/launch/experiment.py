@@ -38,7 +38,6 @@ from nemo_aligner.config.schema import LIVE
 from nemo_aligner.config.values import plain_dict
 from nemo_aligner.core.endings import keep_ending_in
 from nemo_aligner.core.errors import UserError
-from nemo_aligner.launch.endings import is_verbose, remarks, versions
 from nemo_aligner.launch.job_entry import EXAMPLES
 from nemo_aligner.launch.model_loading import Model, complete_model_config, load_from_nemo
 from nemo_aligner.launch.processes import (
@@ -47,6 +46,7 @@ from nemo_aligner.launch.processes import (
     no_checkpoint_error,
     resolve_and_create_trainer,
 )
+from nemo_aligner.launch.start_up import is_verbose, remarks, versions
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 from nemo_aligner.parallel.collectives import gathered
 from nemo_aligner.parallel.environment import is_rank_zero

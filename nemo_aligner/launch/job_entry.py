@@ -48,7 +48,8 @@ from nemo_aligner.data.nlp.fields import Columns, EqualPairError, check_text, mi
 from nemo_aligner.data.nlp.record_encoder import RecordEncoder
 from nemo_aligner.data.nlp.records import CHUNK_ID, DataFile, Records, data_paths, open_quickly
 from nemo_aligner.data.nlp.sources import Record
-from nemo_aligner.launch.endings import share_cores, user_errors_end_the_job
+from nemo_aligner.launch.endings import user_errors_end_the_job
+from nemo_aligner.launch.start_up import share_cores
 from nemo_aligner.training.stop_requests import stop_requests
 
 ROWS = 100  # that are looked at in each data file

@@ -20,7 +20,7 @@ from nemo_aligner.config.parallel_rules import count_vocab_rows
 from nemo_aligner.config.values import Values, plain_dict
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.core.estimators import ADVANTAGE_ESTIMATORS
-from nemo_aligner.launch.endings import warn_of_unsupported_versions
+from nemo_aligner.launch.start_up import warn_of_unsupported_versions
 from nemo_aligner.plan.jobs import (
     ACTOR,
     JOBS,

@@ -13,9 +13,8 @@ from typing import Any
 
 # Door -> the modules that have its names; `A=module:B`: `A` is now `B`. All below `nemo_aligner`.
 DOORS = {
-    "algorithms.dpo": "algorithms.supervised",
     "algorithms.dynamic_sampling": "algorithms.policy_gradient",
-    "algorithms.kto": "algorithms.supervised",
+    "algorithms.kto": "algorithms.dpo",
     "algorithms.on_policy_distillation": "algorithms.distillation",
     "algorithms.ppo_corrections": "algorithms.ppo_data",
     "algorithms.topk_logits": "algorithms.distillation",

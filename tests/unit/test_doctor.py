@@ -16,7 +16,7 @@ import pytest
 
 from nemo_aligner import doctor
 from nemo_aligner.doctor import MISSING, OK, WARNING, Finding, summary
-from nemo_aligner.launch import endings
+from nemo_aligner.launch import start_up
 from nemo_aligner.servers import triton_environment
 
 pytestmark = pytest.mark.slow
@@ -102,7 +102,7 @@ def faked(monkeypatch):
             return modules.get(name)
 
         monkeypatch.setattr(importlib, "import_module", import_module)
-        monkeypatch.setattr(endings, "installed_version", installed.get)
+        monkeypatch.setattr(start_up, "installed_version", installed.get)
 
     return fake
 
@@ -130,7 +130,7 @@ def test_a_package(faked, error, installed, wrong, status, words):
 def test_requirements_without_a_line_of_their_own(monkeypatch):
     found = {"numpy<3": "installed: 3.1", "psutil>=5.9": "not installed"}
     found["rich>=13"] = "installed: 1"
-    monkeypatch.setattr(endings, "unsupported", lambda: found)
+    monkeypatch.setattr(start_up, "unsupported", lambda: found)
     missing, other = doctor.others(doctor.unsupported())
     says(missing, MISSING, "psutil +not installed. pip install 'psutil>=5.9'")
     says(other, WARNING, "rich +installed: 1. pip install 'rich>=13'")
@@ -139,7 +139,7 @@ def test_requirements_without_a_line_of_their_own(monkeypatch):
 
 
 def test_an_installation_without_metadata(monkeypatch):
-    monkeypatch.setattr(endings, "DISTRIBUTION", "not-installed-at-all")
+    monkeypatch.setattr(start_up, "DISTRIBUTION", "not-installed-at-all")
     (finding,) = doctor.others(doctor.unsupported())
     says(finding, WARNING, "not-installed-at-all is not installed.*pip install .")
 

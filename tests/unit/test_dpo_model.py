@@ -17,7 +17,7 @@ import transformers
 from nemo.utils import logging
 from omegaconf import OmegaConf
 
-from nemo_aligner.algorithms.supervised import DPOTrainer, dpo_custom_collate
+from nemo_aligner.algorithms.dpo import DPOTrainer, dpo_custom_collate
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.data.nlp.datasets import DPOModelDataset, KTOModelDataset
 from nemo_aligner.launch.model_loading import load_and_override_model_config, load_from_nemo

@@ -11,7 +11,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from nemo_aligner.algorithms.supervised import KTOTrainer, kto_custom_collate
+from nemo_aligner.algorithms.dpo import KTOTrainer, kto_custom_collate
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.data.nlp.datasets import KTOModelDataset
 from nemo_aligner.launch.model_loading import load_from_nemo

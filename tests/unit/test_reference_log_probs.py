@@ -15,12 +15,12 @@ from omegaconf import OmegaConf
 from torch.utils.data import default_collate
 
 from nemo_aligner.algorithms import reference_log_probs
+from nemo_aligner.algorithms.dpo import DPOTrainer
 from nemo_aligner.algorithms.reference_log_probs import (
     ShardWriter,
     WithReferenceLogProbs,
     with_reference_log_probs,
 )
-from nemo_aligner.algorithms.supervised import DPOTrainer
 from nemo_aligner.core.errors import SaveError, UserError
 from nemo_aligner.data.nlp.datasets import DPOModelDataset
 from nemo_aligner.launch.supervised_job import build_preference_dataloaders

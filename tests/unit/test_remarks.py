@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from nemo_aligner.launch.endings import FILE, VERBOSE
+from nemo_aligner.launch.start_up import FILE, VERBOSE
 
 pytestmark = pytest.mark.slow
 
@@ -27,7 +27,7 @@ JOB = """
 import logging, sys
 sys.path.append("lib/python3/site-packages")
 from nemo_aligner.launch.endings import user_errors_end_the_job
-from nemo_aligner.launch.endings import remarks
+from nemo_aligner.launch.start_up import remarks
 from pathlib import Path
 
 @user_errors_end_the_job

@@ -22,7 +22,7 @@ from nemo_aligner.core.errors import (
     ServerRequestError,
     UserError,
 )
-from nemo_aligner.launch import endings
+from nemo_aligner.launch import endings, start_up
 from nemo_aligner.launch.endings import user_errors_end_the_job
 from nemo_aligner.training.stop_requests import stop_requests
 from tests.cases import some_of
@@ -236,13 +236,13 @@ def test_no_process_outlives_the_one_that_has_started_it(when):
             child.kill()
 
 
-# ---- imports and threads (launch/endings.py) ----
+# ---- imports and threads (launch/start_up.py) ----
 
 
 def test_long_imports_keep_their_objects_out_of_later_collections():
     frozen = gc.get_freeze_count()
     try:
-        with endings.long_imports():
+        with start_up.long_imports():
             assert not gc.isenabled()
             kept = [[] for _ in range(10_000)]
         assert gc.isenabled()
@@ -268,8 +268,8 @@ def test_long_imports_keep_their_objects_out_of_later_collections():
     ],
 )
 def test_ranks_and_jobs_divide_the_cores(monkeypatch, env, devices, jobs, threads):
-    monkeypatch.setattr(endings, "available_cores", lambda: 12)
-    endings.share_cores(devices, jobs, env)
+    monkeypatch.setattr(start_up, "available_cores", lambda: 12)
+    start_up.share_cores(devices, jobs, env)
     assert env["OMP_NUM_THREADS"] == str(threads)
 
 
@@ -277,8 +277,8 @@ def test_ranks_and_jobs_divide_the_cores(monkeypatch, env, devices, jobs, thread
     ("limit", "cores"), [("max 100000", 8), ("300000 100000", 3), ("5 10", 1)]
 )
 def test_the_limit_of_a_container_counts(monkeypatch, limit, cores):
-    monkeypatch.setattr(endings.os, "sched_getaffinity", lambda _pid: set(range(8)))
+    monkeypatch.setattr(start_up.os, "sched_getaffinity", lambda _pid: set(range(8)))
     monkeypatch.setattr("builtins.open", lambda path: io.StringIO(limit))
-    found = endings.available_cores()
+    found = start_up.available_cores()
     monkeypatch.undo()
     assert found == cores

@@ -12,22 +12,22 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from nemo_aligner.launch import endings
+from nemo_aligner.launch import start_up
 
 ROOT = Path(__file__).parents[2]
 LOCKS = runpy.run_path(str(ROOT / "scripts/locks.py"))
 
 
 def test_this_environment_is_supported():
-    assert endings.metadata.requires(endings.DISTRIBUTION)
-    assert endings.unsupported() == {}
+    assert start_up.metadata.requires(start_up.DISTRIBUTION)
+    assert start_up.unsupported() == {}
 
 
 def test_what_does_not_fit_is_named(monkeypatch):
     lines = ["numpy<1.20,>=1.19", "no-such-package[extra]>=3", "pytest>=1"]
     lines += ["also-missing>=1; extra == 'gpu'", "of-another-python; python_version < '3.0'"]
-    monkeypatch.setattr(endings.metadata, "requires", lambda _name: lines)
-    found = endings.unsupported()
+    monkeypatch.setattr(start_up.metadata, "requires", lambda _name: lines)
+    found = start_up.unsupported()
     assert list(found) == ["numpy<1.20,>=1.19", "no-such-package[extra]>=3"]
     assert re.fullmatch(r"installed: [\d.]+", found["numpy<1.20,>=1.19"])
     assert found["no-such-package[extra]>=3"] == "not installed"
@@ -40,15 +40,15 @@ def test_remains_of_a_package_are_named_too(monkeypatch, version):
             raise TypeError("a folder of metadata without a version")
         return version
 
-    monkeypatch.setattr(endings.metadata, "requires", lambda _name: ["psutil>=5.9"])
-    monkeypatch.setattr(endings.metadata, "version", no_number)
+    monkeypatch.setattr(start_up.metadata, "requires", lambda _name: ["psutil>=5.9"])
+    monkeypatch.setattr(start_up.metadata, "version", no_number)
     there = "not installed" if version is None else f"installed: {version}"
-    assert endings.unsupported() == {"psutil>=5.9": there}
+    assert start_up.unsupported() == {"psutil>=5.9": there}
 
 
 def test_without_an_installation_nothing_is_known(monkeypatch):
-    monkeypatch.setattr(endings, "DISTRIBUTION", "not-installed-at-all")
-    assert endings.unsupported() == {}
+    monkeypatch.setattr(start_up, "DISTRIBUTION", "not-installed-at-all")
+    assert start_up.unsupported() == {}
 
 
 @pytest.mark.full
