@@ -178,9 +178,15 @@ class Alarms:
     Args:
         section: name of the thresholds' section, for messages: "trainer.ppo.alarms".
         thresholds: number by key; a key that is None or missing is off; None: all are.
+        warn: called with the text of a warning, on rank 0 only; None: the log.
     """
 
-    def __init__(self, section: str, thresholds: Mapping[str, Any] | None):
+    def __init__(
+        self,
+        section: str,
+        thresholds: Mapping[str, Any] | None,
+        warn: Callable[[str], None] | None = None,
+    ):
         self.section = section
         thresholds = thresholds or {}
         self.thresholds = {
@@ -188,6 +194,7 @@ class Alarms:
         }
         self.replica_check_interval = int(thresholds.get("replica_check_interval") or 0)
         self.active: set[str] = set()
+        self._warn = warn or logging.warning
 
     @property
     def needs_sampling_logprobs(self) -> bool:
@@ -223,7 +230,7 @@ class Alarms:
     def _say(self, watched: Watched, value: float, threshold: float, step: int) -> None:
         if parallel_state.get_rank() == 0:
             side = "above" if watched.bad_above else "below"
-            logging.warning(
+            self._warn(
                 f"alarm: {watched.key} is {value:.4g} at step {step}, {side} "
                 f"{self.section}.{watched.key}={threshold:g}. {watched.meaning} (Not repeated "
                 "until this state has ended.)"

@@ -294,12 +294,17 @@ def own_advantages(
     mask: Tensor,
 ) -> Tensor:
     """Advantages `[B, S-1]` by a user's `function`, which gets the samples of all DP ranks, so
-    that they do not depend on the split.
+    that they do not depend on the split. `ValueError`: it returns another shape.
     """
     columns = {"rewards": token_rewards, "mask": mask, "prompts": idx}
     columns |= {} if values is None else {"values": values}
     gathered = PPORolloutBatch(columns).gather_and_balance_globally()
     advantages = function(**{"values": None, **gathered})
+    if advantages.shape != gathered["rewards"].shape:
+        raise ValueError(
+            f"the advantages have the shape {list(advantages.shape)}, not that of the rewards, "
+            f"{list(gathered['rewards'].shape)}"
+        )
     return torch.where(mask.bool(), own_samples(advantages, len(idx)), 0)
 
 

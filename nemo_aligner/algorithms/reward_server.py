@@ -120,12 +120,12 @@ class RewardModelServer:
         needed = "one number" if self.attributes == 1 else f"{self.attributes} numbers"
         fits = rewards.numel() == len(tokens) * self.attributes
         if self.per_token:
-            fits, needed = rewards.shape == tokens.shape, "as many numbers, or NaN, as tokens"
+            fits, needed = rewards.shape == tokens.shape, "a number or NaN per token,"
         if not fits:
             raise RuntimeError(
                 f"the served reward gave numbers of shape {list(rewards.shape)} for tokens "
-                f"{list(tokens.shape)}; it must give {needed} per row. Several attributes are "
-                "merged with model.regression.merge_attributes=True."
+                f"{list(tokens.shape)}; it must give {needed} per row. (Several attributes are "
+                "merged with model.regression.merge_attributes=True.)"
             )
         if self.per_token:
             total = rewards.double().nansum(1, keepdim=True).float()

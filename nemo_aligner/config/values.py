@@ -14,7 +14,6 @@ import yaml
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from nemo_aligner.config.access import shown_url
 from nemo_aligner.core.errors import ConfigError
 
 
@@ -117,12 +116,14 @@ class Values:
     def shown(self, key: str) -> str:
         """The key with its value as a command writes it, without secrets of a URL."""
         value = self.get(key)
+        from nemo_aligner.config.access import shown_url  # imports Hydra
+
         text = shown_url(str(value))
         text = text.replace("'", "") if isinstance(value, Mapping) else text
         return f"{key} is not set" if value is None else f"{key}={text}"
 
     def error(self, key: str, text: str) -> ConfigError:
-        return ConfigError(f"{self.shown(key)} {text}")
+        return ConfigError(f"{self.shown(key) if self.has(key) else f'{key}=None'} {text}")
 
     def refuse(self, rules: str, **names: str) -> None:
         """Raise `ConfigError` for the first of `rules` whose conditions hold.

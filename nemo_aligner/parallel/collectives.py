@@ -400,9 +400,9 @@ def checksum_of_shard(
     piece = max(count // parts, 1)
     rows = (index // piece * ranks + rank) * piece + index % piece
     columns = torch.arange(width, device=bits.device) * 2 + 1
-    size = CPU_PIECE if bits.device.type == "cpu" else DEVICE_PIECE
+    size = (CPU_PIECE if bits.device.type == "cpu" else DEVICE_PIECE) // max(width, 1)
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
-    for some, at in zip(*(x.split(max(size // width, 1)) for x in (bits, rows)), strict=True):
+    for some, at in zip(*(x.split(max(size, 1)) for x in (bits, rows)), strict=True):
         total += (some * columns).sum() + 2 * width * (some.sum(1) * at).sum()
     return total
 

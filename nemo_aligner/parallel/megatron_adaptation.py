@@ -335,7 +335,6 @@ C++ compiler
 checkpoint/dist_ckpt.py | called: the first part of the names of a rank's files
     torch.distributed.checkpoint.filesystem:_StoragePrefix
 data/nlp/sources.py | read: tells an index from another file, where Megatron Core asserts
-    megatron.core.datasets.indexed_dataset:_INDEX_HEADER
 """)
 
 TOUCHED = [*REMAPPED_CONSTANTS, *REPLACED, *REPLACED_FOR_NATIVE_ADAM, *SWITCHED, *PRIVATE]

@@ -87,7 +87,5 @@ def test_logits_at_each_split_are_those_of_peft(write_folder, tmp_path):
                 assert layers == ({0} if rank == 0 else set(range(1, len(layers) + 1)))
             elif name.startswith("Llama"):
                 stem = "base_model.model.model.layers.0."
-                assert read[stem + "self_attn.q_proj.lora_B.weight"] == 60 * 4 / 2
-                assert read[stem + "mlp.gate_proj.lora_B.weight"] == 48 * 4 / 2
-                assert read[stem + "mlp.down_proj.lora_A.weight"] == 48 * 4 / 2
+                assert read[stem + "self_attn.q_proj.lora_B.weight"] == 60 * 4
                 assert read[stem + "self_attn.q_proj.lora_A.weight"] == 36 * 4

@@ -4,7 +4,6 @@
 on one: same global batches, metrics and weights.
 """
 
-import dataclasses
 from functools import partial
 
 import numpy as np
@@ -48,7 +47,7 @@ def run_trainer(batch_iterator_cls=None, settings=SETTINGS):
     if "sampler_correction" in settings:
         trainer.model.sampler_offset = 0.1
     if batch_iterator_cls is not None:
-        trainer.prompts = dataclasses.replace(trainer.prompts, iterator=batch_iterator_cls)
+        trainer.iterator = batch_iterator_cls
     done, sent = run(trainer), trainer.rm_critic.train_batches
     return done | {"sent_to_critic": [training_payload(b) for b in sent if "values" in b]}
 

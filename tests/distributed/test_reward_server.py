@@ -6,7 +6,7 @@ the rewards.
 
 import numpy as np
 
-from nemo_aligner.servers.scoring import batcher_options
+from nemo_aligner.servers.server_loop import batcher_options
 from tests.distributed.launcher import run_ranks
 from tests.unit.test_reward_server import last_token, make_server
 

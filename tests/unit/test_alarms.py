@@ -21,16 +21,11 @@ NAN = float("nan")
 # -------------------------------------------------------------------------------------- warnings
 
 
-@pytest.fixture
-def said(monkeypatch):
-    """The warnings, as they are logged."""
+def test_a_warning_is_said_when_its_state_begins_and_again_after_it_has_ended():
     said = []
-    monkeypatch.setattr(alarms.logging, "warning", said.append)
-    return said
-
-
-def test_a_warning_is_said_when_its_state_begins_and_again_after_it_has_ended(said):
-    watch = alarms.Alarms("trainer.ppo.alarms", {"clip_fraction": 0.5, "truncated_fraction": None})
+    watch = alarms.Alarms(
+        "trainer.ppo.alarms", {"clip_fraction": 0.5, "truncated_fraction": None}, said.append
+    )
     active = []
     for step, share in enumerate([0.5, 0.6, 0.9, 0.5, 0.51]):
         active.append(watch.watch({"ppo_clip_fraction": share}, step)["alarms_active"])
@@ -71,15 +66,18 @@ def test_a_warning_is_said_when_its_state_begins_and_again_after_it_has_ended(sa
         ),
     ],
 )
-def test_thresholds(said, key, threshold, silent, loud):
-    watch = alarms.Alarms("trainer.ppo.alarms", {key: threshold})
+def test_thresholds(key, threshold, silent, loud):
+    said = []
+    watch = alarms.Alarms("trainer.ppo.alarms", {key: threshold}, said.append)
     assert watch.watch(silent, 10) == {"alarms_active": 0} and not said
     assert watch.watch(loud, 9) == {
         "alarms_active": int(key != "explained_variance")
     }  # a critic has time to learn
     assert watch.watch(loud, 10) == {"alarms_active": 1} and f"alarm: {key} is " in said[0]
-    assert alarms.Alarms("trainer.ppo.alarms", {key: None}).watch(loud, 12) == {"alarms_active": 0}
-    silent = alarms.Alarms("trainer.ppo.alarms", None)
+    assert alarms.Alarms("trainer.ppo.alarms", {key: None}, said.append).watch(loud, 12) == {
+        "alarms_active": 0
+    }
+    silent = alarms.Alarms("trainer.ppo.alarms", None, said.append)
     assert silent.watch(loud, 12) == {"alarms_active": 0}
     assert len(said) == 1
 
@@ -87,19 +85,21 @@ def test_thresholds(said, key, threshold, silent, loud):
 @pytest.mark.parametrize(
     "key, metric, threshold", [("accuracy", "acc", 0.4), ("margin", "margin", 0.0)]
 )
-def test_what_begins_at_chance_is_not_watched_in_the_first_steps(said, key, metric, threshold):
-    watch = alarms.Alarms("trainer.dpo.alarms", {key: threshold})
+def test_what_begins_at_chance_is_not_watched_in_the_first_steps(key, metric, threshold):
+    said = []
+    watch = alarms.Alarms("trainer.dpo.alarms", {key: threshold}, said.append)
     for step in (0, 19):
         assert watch.watch({metric: threshold - 0.1}, step) == {"alarms_active": 0}
     assert watch.watch({metric: threshold}, 20) == {"alarms_active": 0}
     assert watch.watch({metric: threshold - 0.1}, 21) == {"alarms_active": 1}
     assert len(said) == 1 and f"below trainer.dpo.alarms.{key}={threshold:g}" in said[0]
-    of_kto = alarms.Alarms("trainer.kto.alarms", {"margin": 0.0})
+    of_kto = alarms.Alarms("trainer.kto.alarms", {"margin": 0.0}, said.append)
     assert of_kto.watch({"rewards_margin": -0.1}, 20) == {"alarms_active": 1}
 
 
-def test_only_the_first_rank_speaks(said, monkeypatch):
-    watch = alarms.Alarms("trainer.ppo.alarms", {"clip_fraction": 0.5})
+def test_only_the_first_rank_speaks(monkeypatch):
+    said = []
+    watch = alarms.Alarms("trainer.ppo.alarms", {"clip_fraction": 0.5}, said.append)
     monkeypatch.setattr(alarms.parallel_state, "get_rank", lambda: 1)
     assert watch.watch({"ppo_clip_fraction": 1.0}, 0) == {"alarms_active": 1} and not said
 

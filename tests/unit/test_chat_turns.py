@@ -321,7 +321,7 @@ def test_each_turn_is_a_sample_as_it_is_seen_in_use(name, folders, tokenizers, w
             assert (item["tokens"], item["trained"]) == (ids, mask)
             assert dataset.lengths[number] == len(ids)
         places = [place(dataset, number) for number in range(3)]
-        assert places == [f"{path}, record {row}" for row in (1, 2, 2)]
+        assert places == [f"{path}, line {row}" for row in (1, 2, 2)]
         monkeypatch.setattr(records_module, "_read", None)
     form = dataset.form
     prompt = form.prompt({"messages": chat(system, *talk[:3])})  # what a rollout starts from
@@ -333,7 +333,7 @@ def test_samples_of_turns_in_several_files_and_packs(tokenizers, write):
     second = write({"messages": chat(*TALK)}, name="b.jsonl")
     dataset = sft([first, second], tokenizers["qwen3"], one_turn_per_sample=True)
     assert [place(dataset, n).split("/")[-1] for n in range(5)] == [
-        f"{name}.jsonl, record {row}" for name, row in zip("aaabb", (1, 1, 2, 1, 1), strict=True)
+        f"{name}.jsonl, line {row}" for name, row in zip("aaabb", (1, 1, 2, 1, 1), strict=True)
     ]
     assert dataset[3]["tokens"] == dataset[0]["tokens"] == dataset[2]["tokens"]
     assert dataset.lines.first_of_file.tolist() == [0, 3]

@@ -237,7 +237,7 @@ def test_bad_input_is_named(tiny_tokenizer_dir, tmp_path):
     for overrides, message in [
         ({"activation": "gleu"}, "activation='gleu'"),
         ({"normalization": "batchnorm"}, "normalization='batchnorm'"),
-        ({"precision": "fp8"}, "precision=fp8"),
+        ({"precision": "fp8"}, "precision='fp8' must be one of"),
         ({"position_embedding_type": "alibi"}, "position_embedding_type='alibi'"),
         ({"tensor_model_parallel_size": 2}, "does not divide the 1 rank"),
         ({"tokenizer": {"type": "/nowhere"}}, "tokenizer.type=/nowhere does not exist"),

@@ -218,7 +218,7 @@ def test_keys_of_the_trainers_have_no_effect():
         parts = (None, None, ppo_fakes.FakeLogger(), None, None)
         server = CriticServerTrainer(cfg, model, *parts, 4, 2)
         plain = {k: v for k, v in vars(server).items() if isinstance(v, (int, float, str))}
-        servers.append((plain, server._frontend.batcher))
+        servers.append((plain, server._make_front(())._batcher))
     assert servers[0] == servers[1] and len(servers[0][0]) > 5
 
 

@@ -269,7 +269,7 @@ def test_what_a_teacher_refuses(models):
     _, teacher = models
     server = server_of(teacher, 5, vocab_size=VOCAB, max_length=48)
     tokens, lengths = np.zeros((1, 3), np.int64), np.array([[3]])
-    with pytest.raises(RequestError, match="a teacher gives logits of tokens"):
+    with pytest.raises(RequestError, match="'sentences' came, but send 'tokens'"):
         server.infer(sentences=np.array([[b"text"]]))
     with pytest.raises(UserError, match="tokenizer"):
         server.infer(tokens=tokens, sequence_lengths=lengths, tokenizer=np.array([[b"other"]]))

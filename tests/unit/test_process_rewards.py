@@ -263,7 +263,7 @@ def test_a_server_sends_the_rewards_of_tokens_and_their_sum():
     assert np.nan_to_num(reply["token_rewards"], nan=-1).tolist() == expected
     wrong = make_server(lambda *_: torch.zeros(2, 1), per_token=True, needs_prompt_lengths=True)
     two = {"sequence_lengths": ends[:2], "prompt_lengths": starts[:2]}
-    with pytest.raises(RuntimeError, match=r"shape \[2, 1\] for tokens of shape \[2, 6\]"):
+    with pytest.raises(RuntimeError, match=r"shape \[2, 1\] for tokens \[2, 6\]"):
         wrong.infer(tokens=tokens[:2], **two)
 
 

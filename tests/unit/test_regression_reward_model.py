@@ -97,7 +97,7 @@ def test_refusals(tiny_tokenizer_dir):
     standard = {"enable": True, "mean": 0.0, "std": 1.0}
     with pytest.raises(ConfigError, match="reward_standardization.enable=True"):
         make_model(tiny_tokenizer_dir, reward_standardization=standard)
-    with pytest.raises(ConfigError, match="loss_func='classification' is not supported"):
+    with pytest.raises(ConfigError, match="loss_func='classification' must be one of"):
         make_model(tiny_tokenizer_dir, regression={"loss_func": "classification"})
     cfg = tiny_config(tiny_tokenizer_dir, regression={"num_attributes": 2})
     MegatronGPTRegressionRewardModel.check_training_config(cfg)

@@ -26,11 +26,12 @@ from nemo_aligner.checkpoint.hugging_face import architecture as hf
 from nemo_aligner.checkpoint.hugging_face import reading
 from nemo_aligner.checkpoint.hugging_face.architectures import ARCHITECTURES, expressing
 from nemo_aligner.checkpoint.stored_weights import (
-    LAYERS,
     Slice,
     TensorSource,
+    is_stacked,
     pieces,
     stored_dtype,
+    unnumbered,
     whole_tensor,
 )
 from nemo_aligner.config.data_rules import KEPT_FORM
@@ -89,8 +90,7 @@ def plan(
     """
     result, shapes = [], source.shapes()
     dtype_of = functools.cache(lambda key: dtype or stored_dtype(source, key))
-    first = (hf.PREFIX + "embedding", LAYERS)
-    for key, index in sorted(pieces(source), key=lambda piece: not piece[0].startswith(first)):
+    for key, index in sorted(pieces(source), key=_order):
         name, shape = key.removeprefix(hf.PREFIX), shapes[key][len(index) :]
         if name in leave_out:
             continue
@@ -108,6 +108,15 @@ def plan(
         transposed = rule.transposed and len(rest) > 1
         result.append(Written(key, part, runs, transposed, theirs, dtype_of(key)))
     return result
+
+
+def _order(piece: tuple[str, tuple[int, ...]]) -> tuple[int, int, tuple[int, ...], str]:
+    key, index = piece
+    stacked, (name, layer) = is_stacked(key), unnumbered(key)
+    if stacked:
+        (layer, *_), index = index, index[1:]
+    place = 0 if key.startswith(hf.PREFIX + "embedding") else 2
+    return (place, 0, (), key) if layer is None else (1, layer, index, name)
 
 
 def write_tensors(

@@ -40,7 +40,6 @@ class RewardModelHead(RowParallelLinear):
         use_avg_pool: pool by the mean over a sample's positions instead of its last token.
         merge_attributes: reduce the A numbers to their weighted sum.
         attributes_weights: the A weights of that sum; 1/A each by default.
-        linear: of `RowParallelLinear`, such as `init_method`; by default it adds a bias.
     """
 
     def __init__(
@@ -49,12 +48,17 @@ class RewardModelHead(RowParallelLinear):
         output_size: int,
         *,
         config: TransformerConfig,
+        init_method: Callable[[Tensor], Any],
+        bias: bool = True,
+        input_is_parallel: bool = False,
+        stride: int = 1,
+        keep_master_weight_for_test: bool = False,
+        skip_bias_add: bool = False,
         output_sequence: bool = False,
         use_avg_pool: bool = False,
         dtype: torch.dtype = torch.float32,
         merge_attributes: bool = False,
         attributes_weights: Sequence[float] | None = None,
-        **linear: Any,
     ):
         self.input_is_sequence_parallel = config.sequence_parallel
         config = copy.copy(config)
@@ -62,8 +66,17 @@ class RewardModelHead(RowParallelLinear):
         config.sequence_parallel = False
         config.use_cpu_initialization = True
         config.params_dtype = dtype
-        linear = {"bias": True, "input_is_parallel": False, "skip_bias_add": False} | linear
-        super().__init__(input_size, output_size, config=config, **linear)
+        super().__init__(
+            input_size,
+            output_size,
+            config=config,
+            init_method=init_method,
+            bias=bias,
+            input_is_parallel=input_is_parallel,
+            stride=stride,
+            keep_master_weight_for_test=keep_master_weight_for_test,
+            skip_bias_add=skip_bias_add,
+        )
         if attributes_weights is None:
             attributes_weights = [1.0 / output_size] * output_size
         if len(attributes_weights) != output_size:
