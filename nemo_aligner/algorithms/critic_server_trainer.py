@@ -99,6 +99,8 @@ class CriticServerTrainer:
         self.optimizer, self.scheduler = optimizer, scheduler
         self.logger, self.ckpt_callback = complete_outputs(logger, ckpt_callback)
         self.gbs = gbs
+        self.host, self.port = cfg.host, int(cfg.port)
+        self.combine_rm_and_critic_server = cfg.combine_rm_and_critic_server
 
         server = complete(server, "gpt_ppo_critic", "server")
         self._make_front = read_front(cfg, server, "trainer.ppo", cfg.require_lease)
@@ -118,7 +120,7 @@ class CriticServerTrainer:
             self.max_length,
             tokenizer=getattr(model, "tokenizer", None),
             passes=(self._score_values, self._score_rewards)
-            if cfg.combine_rm_and_critic_server
+            if self.combine_rm_and_critic_server
             else (),
         )
 
@@ -162,7 +164,7 @@ class CriticServerTrainer:
 
     def run_server(self) -> None:
         """Serve until SIGTERM or SIGINT reaches any rank; every rank calls it."""
-        combined = self.cfg.combine_rm_and_critic_server
+        combined = self.combine_rm_and_critic_server
         self._loop = ServerLoop(
             name="critic server",
             endpoints=[
@@ -303,7 +305,7 @@ class CriticServerTrainer:
         self, tokens: Tensor, lengths: Tensor, _prompt_lengths: Tensor | None
     ) -> dict[str, Tensor]:
         """Return values [n, S] and, when combined, rewards [n, 1] of this rank's samples."""
-        if not self.cfg.combine_rm_and_critic_server:
+        if not self.combine_rm_and_critic_server:
             return self._score_values(tokens, lengths)
         rewards, values = self._scored(self.model.infer_rm_critic, tokens, lengths)
         return {"rewards": torch.as_tensor(rewards).reshape(-1, 1), "values": values}
