@@ -341,7 +341,8 @@ class CheckpointCallback:
         return stored["trainer"]
 
     def _load(self, folder: Path) -> None:
-        stored = TorchDistTensors(folder / CHECKPOINT_WEIGHTS, prefix=None)
+        with failing_together():
+            stored = TorchDistTensors(folder / CHECKPOINT_WEIGHTS, prefix=None)
         names = set(stored.shapes())
         with_reference = any(key.startswith(f"{REFERENCE}.") for key in names)
         state = self._sharded_state(is_loading=True, with_reference=with_reference)

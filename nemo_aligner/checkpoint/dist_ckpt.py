@@ -41,9 +41,11 @@ _MARGIN_BYTES = 8 << 20
 @contextlib.contextmanager
 def failing_together(written: Path | None = None) -> Iterator[None]:
     """All ranks enter it. A `UserError` inside, on any of them, is raised on all. An `OSError`
-    becomes a `SaveError` about the path `written`, or, if that is None, a `UserError`.
+    becomes a `SaveError` about the path `written`, or, if that is None, a `UserError`; so does
+    another exception on all ranks but its own.
     """
     failure: UserError | None = None
+    own: Exception | None = None
     try:
         yield
     except UserError as error:
@@ -52,7 +54,13 @@ def failing_together(written: Path | None = None) -> Iterator[None]:
         failure = UserError(str(error))
         if written is not None:
             failure = checksums.save_error(written, error)
-    for found in gathered(failure):
+    except Exception as error:
+        own, kind = error, UserError if written is None else SaveError
+        failure = kind(f"rank {parallel_state.get_rank()} failed: {error!r}")
+    everywhere = gathered(failure)
+    if own is not None:
+        raise own
+    for found in everywhere:
         if found is not None:
             raise found
 
@@ -163,13 +171,13 @@ class Save:
         with failing_together(folder):
             if parallel_state.get_rank() == 0:
                 checksums.check_space(folder, self._needed)
-        items, data = [], {}
-        for part in parts:
-            item, value = _item_and_data(part)
-            if in_background and isinstance(value, Tensor):  # an object has bytes of its own
-                value = value.to("cpu", copy=True)
-            items.append(item)
-            data[item.index] = value
+            items, data = [], {}
+            for part in parts:
+                item, value = _item_and_data(part)
+                if in_background and isinstance(value, Tensor):  # an object has bytes of its own
+                    value = value.to("cpu", copy=True)
+                items.append(item)
+                data[item.index] = value
         # What is written is let go: an optimizer's state is gathered for the save, and large.
         self._writer = _Writer(folder, items, lambda item: data.pop(item.index))
         if parallel_state.get_rank() == 0:
@@ -245,7 +253,8 @@ def write(
         if error is not writer.files.error:
             raise  # of the source
         raise checksums.save_error(folder, error) from error
-    checksums.write_durably(folder / COMMON_FILE, _saved(dict(common or {})).getvalue())
+    with failing_together(folder):
+        checksums.write_durably(folder / COMMON_FILE, _saved(dict(common or {})).getvalue())
     return writer.finish_together()
 
 

@@ -6,6 +6,7 @@ can run code, and a model need not fit into memory.
 
 import contextlib
 import io
+import math
 import os
 import tarfile
 from collections.abc import Container, Iterator, Mapping
@@ -94,9 +95,16 @@ class TorchDistTensors:
         sizes = torch.Size(map(len, spans))
         result = torch.empty(sizes, dtype=entry.properties.dtype)
         wanted = dcp.ChunkStorageMetadata(torch.Size(span.start for span in spans), sizes)
+        found = 0
         for item in create_read_items_for_chunk_list(name, entry, [wanted]):
             place = zip(item.dest_offsets, item.lengths, strict=True)
             self._read_item(item, result[tuple(slice(i, i + n) for i, n in place)])
+            found += math.prod(item.lengths)
+        if found != result.numel():
+            raise UserError(
+                f"{self.folder} is incomplete: of {name} it has {found} of {result.numel()} "
+                "values. Copy it again, or use another checkpoint."
+            )
         return result[tuple(0 if isinstance(axis, int) else slice(None) for axis in part)]
 
     def object(self, key: str) -> io.BytesIO:

@@ -156,6 +156,7 @@ class ServerConnection:
             self._lock.wait_for(lambda: not any(s.in_flight for s in self.servers), self.grace_s)
             for request in self._waiting:
                 self._fail(request, "was not sent: this client was closed")
+            self._waiting.clear()
             for server in self.servers:
                 self._give_up(server, "has no reply: this client was closed")
         deadline = time.monotonic() + 1.0

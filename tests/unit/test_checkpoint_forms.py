@@ -7,7 +7,10 @@ the same weights. The bf16 model has an fp32 head: weights of two dtypes in one 
 import pytest
 import torch
 
+from nemo_aligner.checkpoint import dist_ckpt
 from nemo_aligner.checkpoint.checkpointing import CheckpointCallback
+from nemo_aligner.checkpoint.dist_ckpt import Chunk
+from nemo_aligner.checkpoint.torch_dist_stream import TorchDistTensors
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRewardModel
 from nemo_aligner.training.optim import optimizer_step
@@ -84,3 +87,13 @@ def test_sgd_without_momentum_resumes_and_another_kind_is_refused(tiny_tokenizer
         other = training(tiny_tokenizer_dir, 32, optim)
         with pytest.raises(UserError, match=f"asks for {kind}.* saved with another kind"):
             CheckpointCallback(tmp_path, *other, name="rm").load_latest()
+
+
+def test_a_tensor_that_is_there_in_part_is_refused(tmp_path):
+    """Another part of it would be whatever the memory held."""
+    half = Chunk("a.weight", (4,), (0,), (2,), torch.float32)
+    dist_ckpt.write([half], lambda chunk: torch.ones(chunk.size), tmp_path)
+    stored = TorchDistTensors(tmp_path, prefix=None)
+    assert stored.read("a.weight", (slice(0, 2),)).tolist() == [1, 1]
+    with pytest.raises(UserError, match="a.weight it has 2 of 3 values"):
+        stored.read("a.weight", (slice(0, 3),))
