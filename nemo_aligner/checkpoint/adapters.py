@@ -7,7 +7,7 @@ adapters. Keys: `<key of the linear layer>lora.<number of the layer, from 1>.a` 
 `model.decoder.layers.self_attention.linear_qkv.lora.1.a`.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -157,7 +157,13 @@ class _MergedTensors:
     def __post_init__(self) -> None:
         stored = self.adapters.shapes()
         self._own = {key: stored[key] for key in stored if not is_adapter(key)}
-        self._adapted = _adapted_layers(stored)
+        # Stem of a linear layer as for all layers -> numbers of adapted layers -> their keys but
+        # for `a` or `b`. Where layers differ, keys have the layers' numbers from 0 too.
+        self._adapted: dict[str, dict[int, str]] = {}
+        for key in filter(is_adapter, stored):
+            stem, _, rest = key.partition(ADAPTER)
+            layers = self._adapted.setdefault(unnumbered(stem + ".")[0], {})
+            layers[int(rest.partition(".")[0])] = key[:-1]
         self._check()
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -215,17 +221,3 @@ def expanded(b: Tensor, path: str, model: Mapping[str, Any]) -> Tensor:
     else:
         return b
     return lora.expand_blocks(b, blocks)
-
-
-def _adapted_layers(keys: Iterable[str]) -> dict[str, dict[int, str]]:
-    """Stem of a linear layer as for all layers -> numbers of adapted layers -> their keys but for
-    `a` or `b`. Where layers differ, keys have the layers' numbers from 0 too.
-    """
-    result: dict[str, dict[int, str]] = {}
-    for key in keys:
-        stem, found, rest = key.partition(ADAPTER)
-        if found:
-            name, _number = unnumbered(stem + ".")
-            layers = result.setdefault(name, {})
-            layers[int(rest.partition(".")[0])] = key[:-1]
-    return result

@@ -19,7 +19,6 @@ when all ranks see that all are written (`check_save`), or need to know (`finish
 """
 
 import contextlib
-import io
 import json
 import random
 import shutil
@@ -31,22 +30,29 @@ from typing import Any
 import numpy as np
 import torch
 from megatron.core import tensor_parallel
+from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from nemo.utils import logging
 
-from nemo_aligner.checkpoint import dist_ckpt, folders, optimizer_forms
+from nemo_aligner.checkpoint import dist_ckpt, folders
 from nemo_aligner.checkpoint.checksums import Checksums, check_files_together, write_manifest
-from nemo_aligner.checkpoint.data_only import read_objects
 from nemo_aligner.checkpoint.dist_ckpt import failing_together
 from nemo_aligner.checkpoint.forms import CHECKPOINT_WEIGHTS, REFERENCE, RNG_FOLDER, check_complete
 from nemo_aligner.checkpoint.made_from import MadeFrom, compare
-from nemo_aligner.checkpoint.torch_dist_stream import TorchDistTensors, load
+from nemo_aligner.checkpoint.torch_dist_stream import TorchDistTensors, load, read_objects
 from nemo_aligner.config.rules import EVERY_CHECKPOINT, check_saving
 from nemo_aligner.core.endings import progress
 from nemo_aligner.core.errors import DamagedFileError, SaveError, UserError
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.collectives import gathered
+from nemo_aligner.parallel.megatron_switches import (
+    all_weights_named,
+    groups_in_order,
+    places_without_padding,
+)
+from nemo_aligner.training.optim import chained_optimizers, is_pytorch_adam, is_sgd
 
 
 @dataclass(eq=False, repr=False)
@@ -145,7 +151,7 @@ class CheckpointCallback:
 
     def check_save(self) -> None:
         """`finish_save` if all ranks have written their parts; all ranks call it."""
-        if self._begun is not None and all(gathered(self._begun[0].is_written())):
+        if self._begun is not None and all(gathered(self._begun[0].written.done())):
             self.finish_save()
 
     def finish_save(self) -> None:
@@ -232,7 +238,7 @@ class CheckpointCallback:
 
     def _sharded_state(self, is_loading: bool, with_reference: bool) -> dict[str, Any]:
         metadata = {
-            "distrib_optim_sharding_type": optimizer_forms.FULLY_RESHARDABLE,
+            "distrib_optim_sharding_type": FULLY_RESHARDABLE,
             "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
             "chained_optim_avoid_prefix": True,
         }
@@ -240,9 +246,7 @@ class CheckpointCallback:
         state = {
             "weights": weights,
             "scheduler": self.scheduler.state_dict(),
-            "optimizer": optimizer_forms.sharded_optimizer_state(
-                self.optimizer, weights, is_loading, metadata
-            ),
+            "optimizer": sharded_optimizer_state(self.optimizer, weights, is_loading, metadata),
         }
         reference = self.model.sharded_reference(weights, is_loading) if with_reference else {}
         return {**state, REFERENCE: reference} if reference else state
@@ -348,19 +352,17 @@ class CheckpointCallback:
         state = self._sharded_state(is_loading=True, with_reference=with_reference)
         # By itself: it may read weights that the model reads too.
         own = {"optimizer": state.pop("optimizer")}
-        optimizer_forms.check_same_kind(own["optimizer"], names)
-        optimizer_forms.read_main_weights(own["optimizer"], names)
+        fit_to_stored(own["optimizer"], names)
         optimizer, loaded = load(own, stored), load(state, stored)
         self.model.load_sharded_weights(loaded["weights"])
         if REFERENCE in loaded:
             self.model.load_sharded_reference(loaded[REFERENCE])
-        optimizer_forms.load_optimizer_state(self.optimizer, optimizer["optimizer"])
+        load_optimizer_state(self.optimizer, optimizer["optimizer"])
         self.scheduler.num_steps = 0  # Megatron Core adds the stored number to it
         self.scheduler.load_state_dict(loaded["scheduler"])
 
 
 def _rng_bytes() -> bytes:
-    buffer = io.BytesIO()
     state = {
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
@@ -368,8 +370,7 @@ def _rng_bytes() -> bytes:
         "python": random.getstate(),
         "tracker": tensor_parallel.get_cuda_rng_tracker().get_states(),
     }
-    torch.save(state, buffer)
-    return buffer.getvalue()
+    return dist_ckpt.saved(state).getvalue()
 
 
 def _restore_rng(folder: Path) -> None:
@@ -392,3 +393,119 @@ def _restore_rng(folder: Path) -> None:
     np.random.set_state(state["numpy"])
     random.setstate(state["python"])
     tensor_parallel.get_cuda_rng_tracker().set_states(state["tracker"])
+
+
+# --- optimizer states that another kind of optimizer can load. Megatron Core has three forms, and
+# loads each only into the kind of optimizer that saved it:
+#
+# * fp32 weights: `{"state", "param_groups"}`;
+# * bf16 weights: `{"optimizer": {"state", "param_groups"}, MAIN_WEIGHTS}`;
+# * the distributed optimizer: `{"optimizer": {"param_groups"}, "param_state", ...}`.
+#
+# With experts there are two optimizers, whose states are under 0 and 1.
+
+State = dict[Any, Any]
+
+# Megatron Core's key of a bf16 model's fp32 weights.
+MAIN_WEIGHTS = "fp32_from_fp16_params"
+# The form of the distributed optimizer that loads at another split.
+FULLY_RESHARDABLE = "fully_reshardable"
+# Prefixes of fp32 weights: the distributed optimizer's, a bf16 model's without it, fp32 weights'.
+_MAIN_PREFIXES = ("optimizer.state.param.", "optimizer.state.fp32_param.", "")
+
+
+def sharded_optimizer_state(
+    optimizer: MegatronOptimizer, weights: State, is_loading: bool, metadata: dict[str, Any]
+) -> State:
+    """Megatron Core's sharded state, right for weights of two dtypes and several buckets."""
+    parts = chained_optimizers(optimizer)
+    with all_weights_named(parts), places_without_padding(parts):
+        state = optimizer.sharded_state_dict(weights, is_loading=is_loading, metadata=metadata)
+    for part in _parts(state):
+        if MAIN_WEIGHTS in part:  # Megatron Core cannot reassemble lists with empty lists in them
+            part[MAIN_WEIGHTS] = [group for group in part[MAIN_WEIGHTS] if group]
+    return state
+
+
+def fit_to_stored(state: State, stored: set[str]) -> None:
+    """Let `state`, to be loaded, read the fp32 weights by their names among the tensors `stored`;
+    `UserError`: these are of another kind of optimizer.
+    """
+    tensors = list(nested_values(state))
+    wanted = {str(getattr(tensor, "key", "")) for tensor in tensors}
+    for name, kind in (("exp_avg", "Adam"), ("momentum_buffer", "SGD with momentum")):
+        prefix = f"optimizer.state.{name}."
+        is_wanted, is_stored = (any(k.startswith(prefix) for k in s) for s in (wanted, stored))
+        if is_wanted and not is_stored:
+            raise UserError(
+                f"model.optim asks for {kind}, but the checkpoint was saved with another kind of "
+                "optimizer. Resume with its model.optim.name (and momentum), or start anew from "
+                "its weights."
+            )
+    for tensor in tensors:
+        key = str(getattr(tensor, "key", ""))
+        main = next((p for p in _MAIN_PREFIXES[:2] if key.startswith(p)), None)
+        if main is not None:
+            names = [other + key.removeprefix(main) for other in (main, *_MAIN_PREFIXES)]
+            tensor.key = next((name for name in names if name in stored), key)
+
+
+def load_optimizer_state(optimizer: MegatronOptimizer, loaded: State) -> None:
+    """Load any optimizer's state; settings of the job, such as its learning rate, win."""
+    keys = ("max_lr", "min_lr", "betas", "eps")  # those that do not come from the schedule
+    groups = optimizer.param_groups
+    settings = [{key: group[key] for key in keys if key in group} for group in groups]
+    own = chained_optimizers(optimizer)
+    parts = [_in_form_of(part, state) for part, state in zip(own, _parts(loaded), strict=True)]
+    state = dict(enumerate(parts)) if len(parts) > 1 else parts[0]
+    with groups_in_order(own):
+        optimizer.load_state_dict(state)
+    for group, setting in zip(optimizer.param_groups, settings, strict=True):
+        group.update(setting)
+
+
+def _parts(state: State) -> list[State]:
+    if state and all(isinstance(key, int) for key in state):
+        return [state[key] for key in sorted(state)]
+    return [state]
+
+
+def _in_form_of(optimizer: MegatronOptimizer, loaded: State) -> State:
+    """The state `loaded` in the form of `optimizer`, with the settings of `optimizer`.
+
+    Of the stored settings the step count alone is taken, which the distributed optimizer and the
+    Adam of Transformer Engine or apex keep there, PyTorch's Adam with the parameters. Megatron
+    Core 0.19 refuses groups of another learning rate; without the distributed optimizer they list
+    the parameters of the first pipeline stage only.
+    """
+    if getattr(optimizer, "is_stub_optimizer", False):
+        return loaded
+    is_distributed = isinstance(optimizer, DistributedOptimizer)
+    nested = loaded.get("optimizer", {})
+    state = loaded.get("state", nested.get("state", {}))
+    stored_groups = [*loaded.get("param_groups", []), *nested.get("param_groups", [])]
+    step = next((group["step"] for group in stored_groups if group.get("step")), 0)
+    step = state.get("common_step", step)
+    own = optimizer.state_dict()
+    groups = (own if "param_groups" in own else own["optimizer"])["param_groups"]
+    is_pytorch = is_pytorch_adam(optimizer.optimizer)
+    state = {key: value for key, value in state.items() if key != "common_step"}
+    if not is_sgd(optimizer) and (is_distributed or not is_pytorch):
+        groups = [{**group, "step": float(step) if is_pytorch else int(step)} for group in groups]
+    if is_distributed:
+        return {
+            "optimizer": {"param_groups": groups},
+            "param_state": loaded["param_state"],
+            "param_state_sharding_type": FULLY_RESHARDABLE,
+        }
+    if is_pytorch:
+        # Megatron Core needs it, but does not write it before a step.
+        state["common_step"] = torch.tensor(float(step))
+    plain = {"state": state, "param_groups": groups}
+    if "param_groups" in own:
+        return plain
+    main = iter(loaded[MAIN_WEIGHTS])
+    return {
+        "optimizer": plain,
+        MAIN_WEIGHTS: [next(main) if group else [] for group in own[MAIN_WEIGHTS]],
+    }

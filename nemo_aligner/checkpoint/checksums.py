@@ -12,6 +12,7 @@ import functools
 import io
 import os
 import re
+import shutil
 import tarfile
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
@@ -43,9 +44,9 @@ _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 class _Stream(io.FileIO):
     """A new file with the checksum of what is written to it."""
 
-    def __init__(self, path: str | os.PathLike, failed: Callable[[OSError], None]):
+    def __init__(self, path: str | os.PathLike, files: "ChecksummedFiles"):
         super().__init__(path, "w")
-        self.failed, self.hash = failed, xxhash.xxh3_128()
+        self.files, self.hash = files, xxhash.xxh3_128()
 
     def write(self, data: Any) -> int:
         """Write the first block of `data`, as raw files may."""
@@ -53,7 +54,7 @@ class _Stream(io.FileIO):
         try:
             written = super().write(block)
         except OSError as error:
-            self.failed(error)
+            self.files.error = self.files.error or error
             raise
         self.hash.update(block[:written])
         progress.made()
@@ -65,7 +66,7 @@ class _Stream(io.FileIO):
             if not self.closed:
                 os.fsync(self.fileno())
         except OSError as error:  # some file systems say only now that there is no room
-            self.failed(error)
+            self.files.error = self.files.error or error
             raise
         finally:
             super().close()
@@ -85,7 +86,7 @@ class ChecksummedFiles(FileSystem):
     @contextlib.contextmanager
     def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[io.IOBase]:
         assert mode == "wb", f"mode {mode!r}: files are only written"
-        stream = _Stream(path, self._note)
+        stream = _Stream(path, self)
         # PyTorch writes much in small parts.
         with io.BufferedWriter(stream, _CACHED_BYTES) as file:
             yield file
@@ -94,9 +95,6 @@ class ChecksummedFiles(FileSystem):
     def rename(self, path: str | os.PathLike, new_path: str | os.PathLike) -> None:
         super().rename(path, new_path)
         self.checksums[Path(new_path).name] = self.checksums.pop(Path(path).name)
-
-    def _note(self, error: OSError) -> None:
-        self.error = self.error or error
 
 
 def file_checksum(file: IO[bytes]) -> str:
@@ -151,26 +149,21 @@ def save_error(path: Path, error: OSError, needed: int | None = None) -> SaveErr
     if error.errno not in _NO_SPACE:
         return SaveError(f"{path} cannot be written: {error}.")
     size = "" if needed is None else f"{_megabytes(needed)} are needed, "
-    return SaveError(
-        f"no space left ({error.strerror}) for {path}: {size}{_free_space(path)}. Free some, or "
-        "raise the quota; the checkpoints that were complete before still are."
-    )
-
-
-def _free_space(path: Path) -> str:
+    free = "an unknown size is"
     for place in (path, *path.parents):
-        try:
-            filesystem = os.statvfs(place)
-        except FileNotFoundError:  # not there yet, or another rank has removed it with its folder
-            continue
-        return f"{_megabytes(filesystem.f_bavail * filesystem.f_frsize)} are free"
-    return "an unknown size is free"
+        with contextlib.suppress(FileNotFoundError):  # not yet there, or another rank removed it
+            free = f"{_megabytes(shutil.disk_usage(place).free)} are"
+            break
+    return SaveError(
+        f"no space left ({error.strerror}) for {path}: {size}{free} free. Free some, or raise the "
+        "quota; the checkpoints that were complete before still are."
+    )
 
 
 def check_space(folder: Path, needed: int) -> None:
     """`SaveError` if `needed` bytes do not fit into `folder`. One process calls it."""
-    filesystem = os.statvfs(folder)
-    if filesystem.f_blocks and filesystem.f_bavail * filesystem.f_frsize < needed:
+    usage = shutil.disk_usage(folder)
+    if usage.total and usage.free < needed:
         raise save_error(folder, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), needed)
 
 
@@ -195,12 +188,9 @@ def parse_manifest(content: bytes, path: Path) -> Checksums:
 
 
 @functools.cache
-def warn_without(path: Path) -> None:
-    """Warn, once per process, that `path` has no checksums."""
-    logging.warning(
-        f"{path} has no {MANIFEST}: this package wrote it before it had checksums, or other "
-        "software did. Damage to its files would not be noticed."
-    )
+def warn_once(text: str) -> None:
+    """Warn, once per process."""
+    logging.warning(text)
 
 
 def check_folder(
@@ -242,7 +232,10 @@ def _compare(
 ) -> None:
     """`check_folder` of the files `there`, which `opened` opens by name."""
     if MANIFEST not in there:
-        warn_without(path)
+        warn_once(
+            f"{path} has no {MANIFEST}: this package wrote it before it had checksums, or other "
+            "software did. Damage to its files would not be noticed."
+        )
         return
     with opened(MANIFEST) as file:
         checksums = parse_manifest(file.read(), path / MANIFEST)

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.default_planner import create_default_global_s
 from torch.distributed.checkpoint.filesystem import _StoragePrefix
 
 from nemo_aligner.checkpoint import checksums
-from nemo_aligner.checkpoint.data_only import COMMON_FILE
+from nemo_aligner.checkpoint.forms import COMMON_FILE
 from nemo_aligner.core.errors import SaveError, UserError
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.collectives import gathered
@@ -93,7 +93,7 @@ def _object_item(name: str) -> dcp.WriteItem:
     return dcp.WriteItem(dcp.metadata.MetadataIndex(name), dcp.planner.WriteItemType.BYTE_IO)
 
 
-def _saved(content: Any) -> io.BytesIO:
+def saved(content: Any) -> io.BytesIO:
     """What `torch.save` writes, which does not say why it cannot write a file."""
     saved = io.BytesIO()
     torch.save(content, saved)
@@ -173,16 +173,22 @@ class Save:
                 checksums.check_space(folder, self._needed)
             items, data = [], {}
             for part in parts:
-                item, value = _item_and_data(part)
-                if in_background and isinstance(value, Tensor):  # an object has bytes of its own
-                    value = value.to("cpu", copy=True)
+                if isinstance(part, ShardedTensor):
+                    size = (1,) * part.prepend_axis_num + tuple(part.local_shape)
+                    value = part.data.detach().contiguous().view(size)
+                    place = part.key, part.global_shape, part.global_offset
+                    item = Chunk(*place, size, value.dtype).item()
+                    if in_background:
+                        value = value.to("cpu", copy=True)
+                else:
+                    item, value = _object_item(part.unique_key), saved([part.data])
                 items.append(item)
                 data[item.index] = value
         # What is written is let go: an optimizer's state is gathered for the save, and large.
         self._writer = _Writer(folder, items, lambda item: data.pop(item.index))
         if parallel_state.get_rank() == 0:
-            self._files = {**files, folder / COMMON_FILE: _saved(common).getvalue()}
-        self._written: Future[None] = Future()  # this rank's part
+            self._files = {**files, folder / COMMON_FILE: saved(common).getvalue()}
+        self.written: Future[None] = Future()  # this rank's part
         if in_background:
             threading.Thread(target=self._write, daemon=True, name="checkpoint").start()
         else:
@@ -193,31 +199,18 @@ class Save:
             self._writer.write()
             for path, content in self._files.items():
                 checksums.write_durably(path, content)
-            self._written.set_result(None)
+            self.written.set_result(None)
         except Exception as error:
-            self._written.set_exception(error)
-
-    def is_written(self) -> bool:
-        """Whether this rank has written its part, or failed."""
-        return self._written.done()
+            self.written.set_exception(error)
 
     def finish(self) -> checksums.Checksums:
         """Wait for all ranks, and complete it; all ranks call it. Returns and raises as `save`."""
         with failing_together(self._folder):
-            if (error := self._written.exception()) is not None:
+            if (error := self.written.exception()) is not None:
                 if isinstance(error, OSError):
                     raise checksums.save_error(self._folder, error, self._needed) from error
                 raise SaveError(f"{self._folder} cannot be written: {error!r}") from error
         return self._writer.finish_together()
-
-
-def _item_and_data(part: Any) -> tuple[dcp.WriteItem, Tensor | io.BytesIO]:
-    if not isinstance(part, ShardedTensor):
-        return _object_item(part.unique_key), _saved([part.data])
-    size = (1,) * part.prepend_axis_num + tuple(part.local_shape)
-    values = part.data.detach().contiguous().view(size)
-    chunk = Chunk(part.key, part.global_shape, part.global_offset, size, values.dtype)
-    return chunk.item(), values
 
 
 # --- a part at a time, in one process, for models that do not fit into memory ---
@@ -244,7 +237,7 @@ def write(
 
     def data(item: dcp.WriteItem) -> Tensor | io.BytesIO:
         offset = item.index.offset
-        return _saved([None]) if offset is None else read(by_place[item.index.fqn, tuple(offset)])
+        return saved([None]) if offset is None else read(by_place[item.index.fqn, tuple(offset)])
 
     writer = _Writer(folder, items, data)
     try:
@@ -254,7 +247,7 @@ def write(
             raise  # of the source
         raise checksums.save_error(folder, error) from error
     with failing_together(folder):
-        checksums.write_durably(folder / COMMON_FILE, _saved(dict(common or {})).getvalue())
+        checksums.write_durably(folder / COMMON_FILE, saved(dict(common or {})).getvalue())
     return writer.finish_together()
 
 

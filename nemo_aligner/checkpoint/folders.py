@@ -11,7 +11,6 @@ of the same step, to which both go back (`launch/rollout_job.py`).
 """
 
 import contextlib
-import functools
 import json
 import math
 import re
@@ -24,7 +23,13 @@ from typing import Any
 from hydra.core.override_parser.types import Quote, QuotedString
 from nemo.utils import logging
 
-from nemo_aligner.checkpoint.checksums import MANIFEST, file_checksum, sync_folder, write_durably
+from nemo_aligner.checkpoint.checksums import (
+    MANIFEST,
+    file_checksum,
+    sync_folder,
+    warn_once,
+    write_durably,
+)
 from nemo_aligner.checkpoint.forms import CONFIG_FILE, MARKER
 from nemo_aligner.core.errors import DamagedFileError, SaveError
 
@@ -118,7 +123,16 @@ def read_state(folder: Path) -> dict[str, Any] | None:
     if not (folder / MARKER).is_file():
         return None
     try:
-        _check_mark(folder)
+        manifest, marked = folder / MANIFEST, (folder / MARKER).read_bytes()
+        expected = b""  # without checksums
+        if manifest.is_file():
+            with manifest.open("rb") as file:
+                expected = f"{file_checksum(file)}  {MANIFEST}\n".encode()
+        if marked != expected:
+            raise DamagedFileError(
+                f"{folder} is damaged: {MARKER} and {MANIFEST} do not belong together. Copy it "
+                "again, or use another checkpoint."
+            )
         state = json.loads((folder / STATE_FILE).read_text())
         for key, kind in (("save_number", int), ("trainer", dict), ("metrics", dict)):
             if not isinstance(state[key], kind):
@@ -131,21 +145,6 @@ def read_state(folder: Path) -> dict[str, Any] | None:
             f"({type(error).__name__}: {error}). Copy it again, or use another checkpoint."
         ) from error
     return state
-
-
-def _check_mark(folder: Path) -> None:
-    """Without checksums there is no manifest, and the mark is empty."""
-    marked = (folder / MARKER).read_bytes()
-    manifest = folder / MANIFEST
-    found = b""
-    if manifest.is_file():
-        with manifest.open("rb") as file:
-            found = f"{file_checksum(file)}  {MANIFEST}\n".encode()
-    if marked != found:
-        raise DamagedFileError(
-            f"{folder} is damaged: {MARKER} and {MANIFEST} do not belong together. Copy it again, "
-            "or use another checkpoint."
-        )
 
 
 def extract_value_from_ckpt(key: str, ckpt_path: str | Path) -> int:
@@ -165,14 +164,9 @@ def extract_value_from_ckpt(key: str, ckpt_path: str | Path) -> int:
     return int(float(found.group(1)))
 
 
-@functools.cache
-def _warn_once(text: str) -> None:
-    logging.warning(text)
-
-
 def complete_checkpoints(
     root: Path,
-    damaged: Callable[[Path, DamagedFileError], None] = lambda _path, why: _warn_once(str(why)),
+    damaged: Callable[[Path, DamagedFileError], None] = lambda _path, why: warn_once(str(why)),
 ) -> list[Checkpoint]:
     """Complete checkpoints under `root`, oldest first. `damaged` gets those that are marked as
     complete, but cannot be listed, and why; by default it warns once.

@@ -168,6 +168,10 @@ TRACKER = "latest_checkpointed_iteration.txt"
 BRIDGE_FILE = "run_config.yaml"
 RANK_FILE = "model_optim_rng.pt"
 METADATA_FILE = ".metadata"  # of a distributed checkpoint
+# What is beside its tensors: Megatron Core 0.16 reads the file; 0.19 an object, or the file if
+# there.
+COMMON_FILE = "common.pt"
+COMMON_OBJECT = "common_state"
 
 
 def check_restore_path(

@@ -34,15 +34,7 @@ from nemo.utils import logging
 from nemo.utils.tar_utils import TarPathTraversalError, safe_extract
 from omegaconf import DictConfig, OmegaConf
 
-from nemo_aligner.checkpoint import dist_ckpt, file_references, forms
-from nemo_aligner.checkpoint.checksums import (
-    Checksums,
-    check_files_together,
-    check_folder,
-    check_members,
-    check_space,
-    write_manifest,
-)
+from nemo_aligner.checkpoint import checksums, dist_ckpt, file_references, forms
 from nemo_aligner.checkpoint.dist_ckpt import failing_together
 from nemo_aligner.checkpoint.file_references import ARTIFACT_KEYS, TOKENIZER_TYPE, unmarked
 from nemo_aligner.checkpoint.folders import WRITING_SUFFIX, replace
@@ -64,7 +56,16 @@ def _opened(path: Path) -> Iterator[tarfile.TarFile]:
     """The tar file of a `.nemo`; `UserError`: damaged, or a member would be unpacked outside."""
     try:
         with tarfile.open(path) as tar:
-            _check_end(tar, path)
+            # Reading ends at a damaged header. A compressed file has checksums of its own.
+            if isinstance(tar.fileobj, io.BufferedReader):
+                members = tar.getmembers()
+                with path.open("rb") as file:
+                    file.seek(tar.offset)
+                    if any(file.read(tarfile.BLOCKSIZE)):
+                        raise DamagedFileError(
+                            f"{path} is damaged: what comes after {members[-1].name} cannot be "
+                            "read. Copy it again."
+                        )
             yield tar
     except (tarfile.TarError, EOFError) as error:
         raise UserError(f"{path} is damaged or incomplete ({error}); copy it again.") from error
@@ -74,30 +75,8 @@ def _opened(path: Path) -> Iterator[tarfile.TarFile]:
         ) from error
 
 
-def _check_end(tar: tarfile.TarFile, path: Path) -> None:
-    """Check that a tar file ends behind its last member: reading ends at a damaged header."""
-    if not isinstance(tar.fileobj, io.BufferedReader):  # compressed, which has checksums
-        return
-    members = tar.getmembers()
-    with path.open("rb") as file:
-        file.seek(tar.offset)
-        if any(file.read(tarfile.BLOCKSIZE)):
-            raise DamagedFileError(
-                f"{path} is damaged: what comes after {members[-1].name} cannot be read. Copy it "
-                "again."
-            )
-
-
 def _member_name(member: tarfile.TarInfo) -> str:
     return member.name.removeprefix("./")
-
-
-def _unpack_small_members(path: Path) -> Path:
-    """Folder with all but the weights, checked; a file is unpacked once."""
-    if path.is_dir():
-        check_folder(path, lambda name: not forms.is_weight_of_any(name))
-        return path
-    return _unpack_file(path, path.stat().st_mtime_ns)
 
 
 @functools.cache
@@ -105,8 +84,8 @@ def _unpack_file(path: Path, _modified_ns: int) -> Path:
     """Unpack a file into a folder that lives as long as the process."""
     folder = temporary_folder("nemo_")
     _extract(path, folder, lambda name: not forms.is_weight(name))
-    if not (folder / forms.CONFIG_FILE).is_file():
-        raise UserError(f"{path} holds no {forms.CONFIG_FILE}; it is not a .nemo file.")
+    if not (folder / CONFIG_FILE).is_file():
+        raise UserError(f"{path} holds no {CONFIG_FILE}; it is not a .nemo file.")
     return folder
 
 
@@ -115,27 +94,30 @@ def _extract(path: Path, folder: Path, select: Callable[[str], bool]) -> None:
     with _opened(path) as tar:
         members = [member for member in tar.getmembers() if select(_member_name(member))]
         safe_extract(tar, str(folder), members=members)
-        check_members(tar, path, select)
-
-
-def _set_nemo_gelu(config: DictConfig) -> None:
-    """Add a lacking `bias_activation_fusion`: True in NeMo, where GELU then has its tanh form."""
-    if "bias_activation_fusion" not in config:
-        plain = bool(config.get("bias", True)) and not config.get("openai_gelu", False)
-        config.bias_activation_fusion = is_gated(config) or plain
+        checksums.check_members(tar, path, select)
 
 
 def read_archive(path: Path) -> DictConfig:
     """The configuration of a `.nemo` or a job's checkpoint; see `sources.Source.stored_config`."""
-    folder = _unpack_small_members(path)
-    config = file_references.read_yaml(folder / forms.CONFIG_FILE, path)
+    folder = path
+    if path.is_dir():
+        checksums.check_folder(path, lambda name: not forms.is_weight_of_any(name))
+    else:
+        folder = _unpack_file(path, path.stat().st_mtime_ns)
+    config = file_references.read_yaml(folder / CONFIG_FILE, path)
     file_references.refuse_resolvers(config, path)
-    _set_nemo_gelu(config)
-    for key in (*file_references.ARTIFACT_KEYS, file_references.TOKENIZER_TYPE, TOKENIZER_FOLDER):
+    if "bias_activation_fusion" not in config:  # True in NeMo: GELU then has its tanh form
+        plain = bool(config.get("bias", True)) and not config.get("openai_gelu", False)
+        config.bias_activation_fusion = is_gated(config) or plain
+    for key in (*ARTIFACT_KEYS, TOKENIZER_TYPE, TOKENIZER_FOLDER):
         value = OmegaConf.select(config, key, throw_on_missing=False)
         if isinstance(value, str) and value.startswith(ARTIFACT_PREFIX):
-            OmegaConf.update(config, key, _inside(folder, value, path))
-        elif key in file_references.ARTIFACT_KEYS and isinstance(value, str) and value:
+            name = Path(value.removeprefix(ARTIFACT_PREFIX))
+            file = folder / name
+            if name.is_absolute() or ".." in name.parts or file_references.leads_out(file, folder):
+                raise UserError(f"{path}: {value} leads out of the archive; do not use this file.")
+            OmegaConf.update(config, key, str(file))
+        elif key in ARTIFACT_KEYS and isinstance(value, str) and value:
             # In old archives: a path on the machine that wrote them.
             beside = folder / Path(value).name
             if beside.is_file():
@@ -152,15 +134,6 @@ def read_archive(path: Path) -> DictConfig:
     return config
 
 
-def _inside(folder: Path, reference: str, path: Path) -> str:
-    """The path of `nemo:<name>` in the archive at `path`, unpacked in `folder`."""
-    name = Path(reference.removeprefix(ARTIFACT_PREFIX))
-    file = folder / name
-    if name.is_absolute() or ".." in name.parts or file_references.leads_out(file, folder):
-        raise UserError(f"{path}: {reference} leads out of the archive; do not use this file.")
-    return str(file)
-
-
 @contextlib.contextmanager
 def archive_tensors(path: Path) -> Iterator[TensorSource]:
     """The weights of a `.nemo` or a job's checkpoint, in place where possible; all ranks enter it
@@ -169,7 +142,7 @@ def archive_tensors(path: Path) -> Iterator[TensorSource]:
     if path.is_file():
         with _opened(path) as tar:
             if _is_readable_in_place(tar, path):
-                yield TorchDistTensors(path / forms.WEIGHTS_FOLDER, files=TarFiles(tar, path))
+                yield TorchDistTensors(path / WEIGHTS_FOLDER, files=TarFiles(tar, path))
                 return
     with _unpacked_weights(path) as folder:
         yield _tensors_in(folder, path)
@@ -184,8 +157,8 @@ def _is_readable_in_place(tar: tarfile.TarFile, path: Path) -> bool:
         return False
     with failing_together():
         if _is_first_on_node():
-            check_members(tar, path, select=forms.is_weight)
-    backend = members.get(f"{forms.WEIGHTS_FOLDER}/{forms.BACKEND_FILE}")
+            checksums.check_members(tar, path, select=forms.is_weight)
+    backend = members.get(f"{WEIGHTS_FOLDER}/{forms.BACKEND_FILE}")
     stream = None if backend is None else tar.extractfile(backend)
     return stream is not None and forms.form_of_weights((), stream.read(), path) == "torch_dist"
 
@@ -197,7 +170,7 @@ def _is_first_on_node() -> bool:
 def _tensors_in(folder: Path, path: Path) -> TensorSource:
     if (folder / forms.MARKER).is_file():  # a checkpoint of a job
         return TorchDistTensors(folder / forms.CHECKPOINT_WEIGHTS)
-    weights = folder / forms.WEIGHTS_FOLDER
+    weights = folder / WEIGHTS_FOLDER
     backend = weights / forms.BACKEND_FILE
     form = forms.form_of_weights(
         (child.name for child in folder.iterdir()),
@@ -221,18 +194,16 @@ def _tensors_in(folder: Path, path: Path) -> TensorSource:
 def weights_folder(path: str | Path) -> Iterator[Path]:
     """Folder with a `.nemo`'s distributed checkpoint, else `UserError`; all ranks enter it."""
     with _unpacked_weights(Path(path).resolve()) as folder:
-        if not (folder / forms.WEIGHTS_FOLDER).is_dir():
-            raise UserError(
-                f"{path} has no {forms.WEIGHTS_FOLDER} folder (a distributed checkpoint)."
-            )
-        yield folder / forms.WEIGHTS_FOLDER
+        if not (folder / WEIGHTS_FOLDER).is_dir():
+            raise UserError(f"{path} has no {WEIGHTS_FOLDER} folder (a distributed checkpoint).")
+        yield folder / WEIGHTS_FOLDER
 
 
 @contextlib.contextmanager
 def _unpacked_weights(path: Path) -> Iterator[Path]:
     """Folder with a `.nemo`'s weights, unpacked by each node's first rank; all ranks enter it."""
     if path.is_dir():
-        check_files_together(path, select=forms.is_weight_of_any)
+        checksums.check_files_together(path, select=forms.is_weight_of_any)
         yield path
         return
     token = token_of_machine(gathered(secrets.token_hex(8))[0])
@@ -303,11 +274,6 @@ NEMO_MODULES = {
 }
 
 
-def _large(source: str, names: list[str]) -> list[str]:
-    """What not to copy of a tokenizer's folder, maybe a whole model's."""
-    return [n for n in names if Path(source, n).is_dir() or n.endswith(_WEIGHT_SUFFIXES)]
-
-
 def _pack_artifacts(config: DictConfig, folder: Path) -> DictConfig:
     """Copy the files that `config` names into `folder`; return it with references to these."""
     config = OmegaConf.create(OmegaConf.to_container(config, resolve=True))
@@ -320,7 +286,15 @@ def _pack_artifacts(config: DictConfig, folder: Path) -> DictConfig:
     source = OmegaConf.select(config, TOKENIZER_TYPE)
     if isinstance(source, str) and os.path.isdir(source):
         name = _archive_name(source)
-        shutil.copytree(source, folder / name, ignore=_large, dirs_exist_ok=True)
+        shutil.copytree(
+            source,
+            folder / name,
+            # It may be the folder of a whole model.
+            ignore=lambda place, names: [
+                n for n in names if Path(place, n).is_dir() or n.endswith(_WEIGHT_SUFFIXES)
+            ],
+            dirs_exist_ok=True,
+        )
         OmegaConf.update(config, TOKENIZER_FOLDER, ARTIFACT_PREFIX + name, force_add=True)
         OmegaConf.update(config, TOKENIZER_TYPE, _first_name(Path(source)))
     for key in (*ARTIFACT_KEYS, TOKENIZER_TYPE):  # a file outside is named as before, not copied
@@ -348,7 +322,9 @@ def _first_name(tokenizer: Path) -> str:
     return str(tokenizer.absolute())
 
 
-def _nemo_config(config: DictConfig) -> DictConfig:
+def write_config(folder: Path, config: DictConfig) -> None:
+    """Write a model's configuration and its tokenizer's files; one rank calls it."""
+    config = _pack_artifacts(config, folder)
     given = {key: value for key, value in config.items() if value is not None}
     settings = NEMO_UNLESS_SET | given | NEMO_ALWAYS
     if "target" in given:
@@ -357,25 +333,7 @@ def _nemo_config(config: DictConfig) -> DictConfig:
             settings["target"] = f"{NEMO_MODULES.get(name, module)}.{name}"
     if "add_qkv_bias" in given:  # our name; NeMo's wins there
         settings["qkv_bias"] = given["add_qkv_bias"]
-    return OmegaConf.merge(config, settings)
-
-
-def _with_attention_states(sharded_weights: dict[str, Any]) -> dict[str, Any]:
-    """Add the empty extra state that Transformer Engine's attention asks for."""
-    result = {}
-    for chunk, items in sharded_weights.items():
-        result[chunk] = dict(items)
-        for name, item in items.items():
-            if isinstance(item, ShardedObject) and name.endswith(_BESIDE_ATTENTION):
-                wanted = name.replace("linear_proj", "core_attention")
-                key = item.key.replace("linear_proj", "core_attention")
-                result[chunk].setdefault(wanted, dataclasses.replace(item, key=key))
-    return result
-
-
-def write_config(folder: Path, config: DictConfig) -> None:
-    """Write a model's configuration and its tokenizer's files; one rank calls it."""
-    OmegaConf.save(_nemo_config(_pack_artifacts(config, folder)), folder / CONFIG_FILE)
+    OmegaConf.save(OmegaConf.merge(config, settings), folder / CONFIG_FILE)
 
 
 def write_nemo(
@@ -388,7 +346,14 @@ def write_nemo(
     """Write a `.nemo` to a shared file system; all ranks call it. It is renamed when complete:
     a reader never sees half of it. `SaveError`, on all ranks: nothing is left.
     """
-    weights = _with_attention_states(sharded_weights)
+    weights = {chunk: dict(items) for chunk, items in sharded_weights.items()}
+    for chunk, items in sharded_weights.items():
+        for name, item in items.items():
+            if isinstance(item, ShardedObject) and name.endswith(_BESIDE_ATTENTION):
+                # The empty extra state that Transformer Engine's attention asks for.
+                wanted = name.replace("linear_proj", "core_attention")
+                key = item.key.replace("linear_proj", "core_attention")
+                weights[chunk].setdefault(wanted, dataclasses.replace(item, key=key))
     write(path, config, as_directory, functools.partial(dist_ckpt.save, weights))
 
 
@@ -396,7 +361,7 @@ def write(
     path: str | Path,
     config: DictConfig,
     as_directory: bool,
-    write_weights: Callable[[Path], Checksums],
+    write_weights: Callable[[Path], checksums.Checksums],
 ) -> None:
     """Write a `.nemo` beside `path`, and give it this place; after an error nothing is left.
     `write_weights`: into a folder, such as by `dist_ckpt.write`.
@@ -410,12 +375,12 @@ def write(
             if is_writer:
                 shutil.rmtree(folder, ignore_errors=True)
                 (folder / WEIGHTS_FOLDER).mkdir(parents=True)
-        checksums = write_weights(folder / WEIGHTS_FOLDER)
+        written = write_weights(folder / WEIGHTS_FOLDER)
         with failing_together(path):
             if is_writer:
                 write_config(folder, config)
-                known = {f"{WEIGHTS_FOLDER}/{name}": found for name, found in checksums.items()}
-                write_manifest(folder, known)
+                known = {f"{WEIGHTS_FOLDER}/{name}": found for name, found in written.items()}
+                checksums.write_manifest(folder, known)
                 replace(path, folder if as_directory else _pack(folder, packed))
     finally:
         if is_writer:
@@ -426,7 +391,7 @@ def write(
 def _pack(folder: Path, packed: Path) -> Path:
     """The tar file `packed` of a folder; `SaveError`: there is no space for it."""
     files = (file for file in folder.rglob("*") if file.is_file())
-    check_space(folder, sum(file.stat().st_size for file in files))
+    checksums.check_space(folder, sum(file.stat().st_size for file in files))
     with tarfile.open(packed, "w:") as tar:
         tar.add(folder, arcname=".")
     with packed.open("rb") as file:

@@ -22,16 +22,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nemo_aligner.checkpoint.data_only import read_objects
+from nemo_aligner.checkpoint import stored_weights
 from nemo_aligner.checkpoint.forms import RANK_FOLDER, WEIGHTS_FILE, refusal
-from nemo_aligner.checkpoint.stored_weights import (
-    EitherName,
-    Slice,
-    TensorSource,
-    checked,
-    numbered,
-    unnumbered,
-)
+from nemo_aligner.checkpoint.stored_weights import Slice, TensorSource
+from nemo_aligner.checkpoint.torch_dist_stream import read_objects
 from nemo_aligner.core.errors import UserError
 
 # Axis along which tensor-parallel ranks share a weight; others are whole on each.
@@ -69,10 +63,12 @@ class RankTensors:
                     f"{path}: ranks of one stage hold different weights; copy it again."
                 )
             names = [name for name in shards[0] if isinstance(shards[0][name], Tensor)]
-            layers = {unnumbered(name)[1] for name in names} - {None}
+            layers = {stored_weights.unnumbered(name)[1] for name in names} - {None}
             for name in names:
-                key, layer = unnumbered(name)
-                whole = name if layer is None else numbered(key, first_layer + layer)
+                key, layer = stored_weights.unnumbered(name)
+                whole = (
+                    name if layer is None else stored_weights.numbered(key, first_layer + layer)
+                )
                 self.tensors.setdefault(whole, [shard[name] for shard in shards])
             first_layer += len(layers)
         if any(name.startswith("model.language_model.") for name in self.tensors):
@@ -93,7 +89,9 @@ class RankTensors:
         return shapes
 
     def read(self, key: str, part: Slice) -> Tensor:
-        return checked(self._whole(key)[part], key.removeprefix("model."), self.path)
+        return stored_weights.checked(
+            self._whole(key)[part], key.removeprefix("model."), self.path
+        )
 
     def _whole(self, name: str) -> Tensor:
         shards = self.tensors[name]
@@ -112,8 +110,17 @@ def rank_files(folder: Path, path: Path, gated: bool) -> TensorSource:
     """
     single = folder / WEIGHTS_FILE
     files = [[single]] if single.is_file() else files_of_ranks(folder, WEIGHTS_FILE, path)
-    stages = [[_read_file(file, path) for file in ranks] for ranks in files]
-    return EitherName(RankTensors(stages, path, gated))
+    stages: list[list[dict[str, Tensor]]] = []
+    for ranks in files:
+        stages.append([])
+        for file in ranks:
+            what = f"{file.name} in {path}"
+            # Its tensors stay in the file until they are used.
+            loaded = read_objects(file, what, mmap=zipfile.is_zipfile(file))
+            if not isinstance(loaded, dict):
+                raise UserError(f"{what} is not a state dict; it is not NeMo's.")
+            stages[-1].append(loaded)
+    return stored_weights.EitherName(RankTensors(stages, path, gated))
 
 
 def files_of_ranks(
@@ -135,15 +142,6 @@ def files_of_ranks(
                 f"of {ranks} x {stages} ranks; copy it again."
             )
     return [[files[stage, rank] for rank in range(ranks)] for stage in range(stages)]
-
-
-def _read_file(file: Path, path: Path) -> dict[str, Tensor]:
-    """The state dict in `file`, whose tensors stay there until they are used."""
-    what = f"{file.name} in {path}"
-    loaded = read_objects(file, what, mmap=zipfile.is_zipfile(file))
-    if not isinstance(loaded, dict):
-        raise UserError(f"{what} is not a state dict; it is not NeMo's.")
-    return loaded
 
 
 def _stored_name(name: str) -> str:
@@ -171,11 +169,20 @@ class ZarrArrays:
 
     def __init__(self, folder: Path, path: Path):
         self.folder, self.path = folder, path
-        self.arrays = {
-            child.name: self._described(child)
-            for child in sorted(folder.iterdir())
-            if (child / ARRAY_FILE).is_file()
-        }
+        self.arrays: dict[str, dict] = {}
+        for file in sorted(folder.glob(f"*/{ARRAY_FILE}")):
+            name = f"{file.parent.name}/{ARRAY_FILE}"
+            try:
+                array = json.loads(file.read_text())
+                self._number(array["dtype"])
+                readable = len(array["shape"]) == len(array["chunks"]) and array["order"] == "C"
+            except (ValueError, TypeError, KeyError) as error:
+                raise UserError(
+                    f"{path}: {name} cannot be read ({error}); copy it again."
+                ) from error
+            if array.get("compressor") is not None or array.get("filters") or not readable:
+                raise refusal("compressed_zarr", path, name)
+            self.arrays[file.parent.name] = array
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return {key: tuple(array["shape"]) for key, array in self.arrays.items()}
@@ -197,7 +204,7 @@ class ZarrArrays:
         tensor = torch.from_numpy(found)
         if array["dtype"] in BFLOAT16:
             tensor = tensor.view(torch.bfloat16)
-        checked(tensor, key, self.path)
+        stored_weights.checked(tensor, key, self.path)
         return tensor[tuple(0 if isinstance(p, int) else slice(None) for p in part)]
 
     def _chunk(self, key: str, index: tuple[int, ...]) -> np.ndarray:
@@ -220,16 +227,3 @@ class ZarrArrays:
     def _number(self, dtype: str) -> np.dtype:
         """The type of numbers in a file; bfloat16 is read as plain 16 bits."""
         return np.dtype(np.int16 if dtype in BFLOAT16 else dtype)
-
-    def _described(self, array: Path) -> dict:
-        try:
-            found = json.loads((array / ARRAY_FILE).read_text())
-            self._number(found["dtype"])
-            readable = len(found["shape"]) == len(found["chunks"]) and found["order"] == "C"
-        except (ValueError, TypeError, KeyError) as error:
-            raise UserError(
-                f"{self.path}: {array.name}/{ARRAY_FILE} cannot be read ({error}); copy it again."
-            ) from error
-        if found.get("compressor") is not None or found.get("filters") or not readable:
-            raise refusal("compressed_zarr", self.path, f"{array.name}/{ARRAY_FILE}")
-        return found

@@ -3,7 +3,6 @@
 """Checkpoints that a model is read from: `open_source` looks once which form lies at a path."""
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Iterator
 from os import PathLike
 from pathlib import Path
@@ -100,24 +99,35 @@ class Source(PathLike[str]):
             UserError: no weights that load; the base is absent or another model; `base` is given,
                 but the checkpoint holds no adapters.
         """
+        with self.opened(base) as (_config, _named, _own, weights):
+            yield weights
+
+    @contextlib.contextmanager
+    def opened(
+        self, base: "Source | None" = None, is_merged: bool = True
+    ) -> Iterator[tuple[DictConfig, adapters.Base | None, TensorSource, TensorSource]]:
+        """`stored_config`, the base of adapters (None: there are none), `own_tensors` and
+        `tensors`; entered and raises as `tensors`. Without `is_merged` a base is read, and the
+        last are merged, if it is given.
+        """
         model = None if base is None else base.config()
         config = self.stored_config(model)
         named = adapters.base_in(config)
-        if named is None:
-            if base is not None:
-                raise UserError(f"{self} holds a model with all its weights, which has no base.")
-            with self.own_tensors() as own:
-                yield own
-            return
-        if base is None:
-            base = self._base(named)
-        else:
-            named = dataclasses.replace(named, path=str(base))
-        with self.own_tensors(model) as own, base.tensors() as tensors:
-            found = adapters.checksum_of_source(tensors)
-            where = f"{named.path}, as it is now,"
-            adapters.check_base(named, found, what=str(self), where=where)
-            yield adapters.merged(tensors, own, adapters.settings_in(config), config)
+        if named is None and base is not None:
+            raise UserError(
+                f"--base is for adapters, but {self} holds a model with all its weights; leave it "
+                "out."
+            )
+        with self.own_tensors(model) as own:
+            if named is None or (base is None and not is_merged):
+                yield config, named, own, own
+                return
+            base = base or self._base(named)
+            with base.tensors() as tensors:
+                found = adapters.checksum_of_source(tensors)
+                adapters.check_base(named, found, str(self), f"{base}, as it is now,")
+                merged = adapters.merged(tensors, own, adapters.settings_in(config), config)
+                yield config, adapters.Base(str(base.path), found), own, merged
 
     def _base(self, named: adapters.Base) -> "Source":
         if named.path is None:

@@ -12,13 +12,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from megatron.core.dist_checkpointing import mapping
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, nested_values
-from megatron.core.dist_checkpointing.mapping import (
-    LocalNonpersistentObject,
-    ShardedObject,
-    ShardedTensor,
-    ShardedTensorFactory,
-)
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from torch import Tensor
 
 from nemo_aligner.checkpoint.dist_ckpt import failing_together
@@ -52,7 +48,7 @@ def checked(values: Tensor, name: str, file: Path) -> Tensor:
 
 def sharded_tensors(item: Any) -> list[ShardedTensor]:
     """The tensors of an entry of a sharded state dict; a factory has several."""
-    if isinstance(item, ShardedTensorFactory):
+    if isinstance(item, mapping.ShardedTensorFactory):
         return list(nested_values(item.build()))
     return [item] if isinstance(item, ShardedTensor) else []
 
@@ -85,13 +81,15 @@ def load_weights(source: TensorSource, sharded: Sharded) -> Sharded:
     """
 
     def value(item: Any) -> Any:
-        if isinstance(item, ShardedTensorFactory):  # several tensors in one, such as SwiGLU's
+        if isinstance(
+            item, mapping.ShardedTensorFactory
+        ):  # several tensors in one, such as SwiGLU's
             return item.merge_fn(dict_list_map_outplace(value, item.build()))
         if isinstance(item, ShardedTensor):
             return _tensor(source, item)
-        if isinstance(item, LocalNonpersistentObject):
+        if isinstance(item, mapping.LocalNonpersistentObject):
             return item.unwrap()
-        return item.data if isinstance(item, ShardedObject) else item
+        return item.data if isinstance(item, mapping.ShardedObject) else item
 
     with failing_together():
         return dict_list_map_outplace(value, sharded)

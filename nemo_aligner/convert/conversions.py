@@ -26,13 +26,12 @@ from nemo_aligner.checkpoint import (
     dist_ckpt,
     forms,
     megatron,
-    megatron_keys,
     nemo_archive,
 )
 from nemo_aligner.checkpoint.dist_ckpt import Chunk
 from nemo_aligner.checkpoint.file_references import OUTSIDE
 from nemo_aligner.checkpoint.folders import replaced_folder
-from nemo_aligner.checkpoint.hugging_face import peft, peft_config, reading, writing
+from nemo_aligner.checkpoint.hugging_face import peft, reading, writing
 from nemo_aligner.checkpoint.hugging_face.architecture import TABLES
 from nemo_aligner.checkpoint.sources import Source, open_source
 from nemo_aligner.checkpoint.stored_weights import (
@@ -61,14 +60,15 @@ class Options:
     base: Path | None = None  # where the base of adapters lies; None: where they say
     tokenizer: Path | None = None  # Hugging Face folder or SentencePiece model; None: the source's
     drop_head_bias: bool = False  # of a reward model, for which Hugging Face has no place
+    # `model_type` to write; None: that of the folder it came from, else the first that can be
+    architecture: str | None = None
+    shard_size: float = 5.0  # of the largest file of a Hugging Face folder, in GB
+    # Whether adapters are written with their base to Hugging Face's form; None: if there are some
+    merged: bool | None = None
 
     def base_source(self) -> Source | None:
         """`UserError`: it does not exist or does not load."""
         return None if self.base is None else open_source(self.base, "--base")
-
-    def torch_dtype(self) -> torch.dtype | None:
-        """None: as stored."""
-        return DTYPES.get(self.dtype)
 
     def bar(self, total: int = 0) -> tqdm:
         return tqdm(
@@ -95,15 +95,28 @@ def check_target(source: Path, target: Path, options: Options) -> Path:
 
 
 def to_nemo(source: Path, target: Path, options: Options) -> None:
-    """Write a Hugging Face folder's model as a `.nemo`; in one process. `UserError`: the folder is
-    damaged or not computed here, or the target exists.
+    """Write a Hugging Face folder's model, or a folder of PEFT's adapters, as a `.nemo`; in one
+    process. `UserError`: the folder or the base is damaged or not computed here, or the target
+    exists.
     """
     target = check_target(source, target, options)
     if not source.expanduser().exists():
         source = forms.hub_folder(str(source), "HF_FOLDER") or source
     source = source.expanduser().absolute()
+    if forms.form_of_path(source) == "peft":
+        checkpoint = open_source(source, "HF_FOLDER")
+        with checkpoint.opened(options.base_source()) as (section, base, weights, _merged):
+            assert base is not None
+            section[adapters.BASE_SECTION] = base.to_config()
+            _write_nemo(target, section, weights, options)
+        return
     if not forms.is_hugging_face(source):
         raise UserError(f"{source} is not a Hugging Face folder: it has no {forms.HF_CONFIG}.")
+    if options.base is not None:
+        raise UserError(
+            f"--base is for adapters, but {source} holds a model with all its weights; leave it "
+            "out."
+        )
     section = reading.model_section(source)
     weights = reading.weights(source)
     if OmegaConf.select(section, "tokenizer.library"):
@@ -122,17 +135,11 @@ def merge(source: Path, target: Path, options: Options) -> None:
     base is absent or another one, or the target exists.
     """
     target = check_target(source, target, options)
-    if not are_adapters(source, key="ADAPTERS"):
-        raise UserError(f"{source} holds a model with all its weights; there is nothing to merge.")
-    with _model_in(source, options) as (section, weights):
-        _write_nemo(target, section, weights, options)
-
-
-def peft_to_nemo(source: Path, target: Path, options: Options) -> None:
-    """Write a folder of PEFT as a `.nemo` of adapters; errors as for `merge`."""
-    target = check_target(source, target, options)
-    with _adapters_of(source, options, read_base=True) as (section, weights, base):
-        section[adapters.BASE_SECTION] = base.to_config()
+    with _opened(source, options, "ADAPTERS") as (section, base, weights):
+        if base is None:
+            raise UserError(
+                f"{source} holds a model with all its weights; there is nothing to merge."
+            )
         _write_nemo(target, section, weights, options)
 
 
@@ -154,7 +161,7 @@ def _parts_of(weights: TensorSource, options: Options) -> dict[Chunk, Slice]:
     """What is written, by layers and experts in order, and the part that it is read from."""
     found: dict[Chunk, Slice] = {}
     shapes = weights.shapes()
-    dtype_of = functools.cache(lambda key: options.torch_dtype() or stored_dtype(weights, key))
+    dtype_of = functools.cache(lambda key: DTYPES.get(options.dtype) or stored_dtype(weights, key))
     for key, index in pieces(weights):
         shape = shapes[key]
         rest = shape[len(index) :]
@@ -171,50 +178,24 @@ def _nbytes(chunk: Chunk) -> int:
 # --- from any form ---
 
 
-def are_adapters(source: Path, key: str = "SOURCE") -> bool:
-    """Whether `source`, called `key`, holds adapters; `UserError`: it does not exist."""
-    found = open_source(source, key)
-    return found.form == "peft" or adapters.base_in(found.stored_config()) is not None
-
-
 @contextlib.contextmanager
-def _model_in(source: Path, options: Options) -> Iterator[tuple[DictConfig, TensorSource]]:
-    """Configuration and weights, adapters merged; `UserError`: it does not exist or load."""
-    checkpoint, base = open_source(source, "SOURCE"), options.base_source()
-    section = checkpoint.config(base)
-    own = options.tokenizer
-    if own is not None:
-        if not own.exists():
-            raise UserError(f"--tokenizer={own} does not exist; give a folder or a file.")
-        kind = ("huggingface", "type") if own.is_dir() else ("sentencepiece", "model")
-        section.tokenizer = {"library": kind[0], kind[1]: str(own.expanduser().absolute())}
-    with checkpoint.tensors(base) as weights:
-        yield section, weights
-
-
-@contextlib.contextmanager
-def _adapters_of(
-    source: Path, options: Options, read_base: bool
-) -> Iterator[tuple[DictConfig, TensorSource, adapters.Base]]:
-    """Configuration and tensors of adapters alone, and their base, which is checked if it is given
-    or to be read.
+def _opened(
+    source: Path, options: Options, key: str, is_merged: bool = True
+) -> Iterator[tuple[DictConfig, adapters.Base | None, TensorSource]]:
+    """Configuration, the base of adapters (None: there are none) and weights, or without
+    `is_merged` those of adapters alone; `UserError`: `source`, called `key`, does not load.
     """
-    checkpoint, base = open_source(source, "SOURCE"), options.base_source()
-    model = None if base is None else base.config()
-    section = checkpoint.stored_config(model)
-    named = adapters.base_in(section)
-    assert named is not None
-    if base is None and read_base:
-        base = open_source(named.path, "base of the adapters")
-    with checkpoint.own_tensors(model) as weights:
-        if base is not None:
-            with base.tensors() as tensors:
-                checksum = adapters.checksum_of_source(tensors)
-                adapters.check_base(named, checksum, str(source), str(base))
-                # Checks that the base has what the adapters belong to.
-                adapters.merged(tensors, weights, adapters.settings_in(section), section)
-            named = adapters.Base(str(base.path), checksum)
-        yield section, weights, named
+    checkpoint, own = open_source(source, key), options.tokenizer
+    if own is not None and not own.exists():
+        raise UserError(f"--tokenizer={own} does not exist; give a folder or a file.")
+    with checkpoint.opened(options.base_source(), is_merged) as (section, base, alone, weights):
+        if own is not None:
+            kind = ("huggingface", "type") if own.is_dir() else ("sentencepiece", "model")
+            section.tokenizer = {"library": kind[0], kind[1]: str(own.expanduser().absolute())}
+        if base is not None and is_merged:
+            for part in (adapters.BASE_SECTION, "peft"):
+                section.pop(part, None)
+        yield section, base, weights if is_merged else alone
 
 
 def _rows_of(section: DictConfig) -> int:
@@ -226,53 +207,47 @@ def _rows_of(section: DictConfig) -> int:
     )
 
 
-def from_nemo(
-    source: Path,
-    target: Path,
-    options: Options,
-    *,
-    model_type: str | None = None,
-    shard_bytes: int = writing.SHARD_BYTES,
-) -> None:
-    """Write a checkpoint's model, adapters merged, as a Hugging Face folder (`model_type`,
-    `shard_bytes`: of `writing.write_folder`); in one process. `UserError`: it is damaged, Hugging
-    Face cannot express it, or the target exists.
+def from_nemo(source: Path, target: Path, options: Options) -> None:
+    """Write a checkpoint's model as a Hugging Face folder, or adapters alone, which name
+    `options.base`, else their own base, as one of PEFT; in one process. `UserError`: it is
+    damaged, Hugging Face cannot express it, or the target exists.
     """
     target = check_target(source, target, options)
-    with _model_in(source, options) as (section, weights), options.bar() as bar:
+    is_merged, dtype = options.merged is not False, DTYPES.get(options.dtype)
+    with _opened(source, options, "NEMO", is_merged) as (section, base, weights):
+        if base is None and options.merged:
+            raise UserError(
+                f"--merged is for adapters, but {source} holds a model with all its weights; "
+                "leave it out."
+            )
+        if base is not None and not is_merged:
+            if options.architecture is not None:
+                raise UserError(
+                    f"--architecture chooses how all weights are written, but {source} holds "
+                    "adapters; add --merged to write them with their base, or leave it out."
+                )
+            settings, bias = adapters.settings_in(section), options.drop_head_bias
+            peft.write_folder(
+                target, weights, section, settings, base, dtype=dtype, drop_head_bias=bias
+            )
+            return
+        with options.bar() as bar:
 
-        def show(written: int, total: int) -> None:
-            bar.total = total
-            bar.update(written)
+            def show(written: int, total: int) -> None:
+                bar.total = total
+                bar.update(written)
 
-        writing.write_folder(
-            target,
-            weights,
-            section,
-            _rows_of(section) or section.override_vocab_size,
-            model_type=model_type,
-            dtype=options.torch_dtype(),
-            shard_bytes=shard_bytes,
-            drop_head_bias=options.drop_head_bias,
-            progress=show,
-        )
-
-
-def to_peft(source: Path, target: Path, options: Options) -> None:
-    """Write adapters as a folder of PEFT, which names `options.base`, else their own; in one
-    process. `UserError`: Hugging Face cannot express it, another base, or the target exists.
-    """
-    target = check_target(source, target, options)
-    with _adapters_of(source, options, read_base=False) as (section, weights, base):
-        peft.write_folder(
-            target,
-            weights,
-            section,
-            adapters.settings_in(section),
-            base,
-            dtype=options.torch_dtype(),
-            drop_head_bias=options.drop_head_bias,
-        )
+            writing.write_folder(
+                target,
+                weights,
+                section,
+                _rows_of(section) or section.override_vocab_size,
+                model_type=options.architecture,
+                dtype=dtype,
+                shard_bytes=int(options.shard_size * 1e9),
+                drop_head_bias=options.drop_head_bias,
+                progress=show,
+            )
 
 
 def to_megatron(source: Path, target: Path, options: Options) -> str:
@@ -281,8 +256,8 @@ def to_megatron(source: Path, target: Path, options: Options) -> str:
     damaged, Megatron-LM cannot express it, or the target exists.
     """
     target = check_target(source, target, options)
-    with _model_in(source, options) as (section, weights):
-        args = megatron_keys.arguments(section)
+    with _opened(source, options, "SOURCE") as (section, _base, weights):
+        args = megatron.arguments(section)
         rows = weights.shapes()[TABLES[0]][0]
         padded = pad_vocab_size(rows, args["make_vocab_size_divisible_by"], 1)
         args |= {"padded_vocab_size": padded, "vocab_size": _rows_of(section) or None}
@@ -315,7 +290,7 @@ def to_megatron(source: Path, target: Path, options: Options) -> str:
                 list(parts), read, release, common={**common, "iteration": 0}, states=True
             )
             (folder / forms.TRACKER).write_text(forms.RELEASE)
-    more = megatron_keys.command_line(args)
+    more = megatron.command_line(args)
     return f"--load {target} --finetune --use-checkpoint-args {more}".strip()
 
 
@@ -332,7 +307,7 @@ def info(path: Path) -> dict[str, Any]:
     opened: contextlib.AbstractContextManager[TensorSource]
     if source.form == "peft":
         folder = Path(source)
-        config = peft_config.read(folder)
+        config = peft.read_config(folder)
         opened = contextlib.nullcontext(peft.file_tensors(folder))
         base: adapters.Base | None = adapters.Base(config.base, peft.base_checksum(folder))
         tuning = {

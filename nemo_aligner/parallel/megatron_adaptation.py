@@ -323,7 +323,7 @@ megatron_switches.take_balance_table | the table of balance losses is read and e
 """)
 
 PRIVATE = _table("""
-checkpoint/data_only.py | read: the name of a checkpoint's table of contents
+checkpoint/torch_dist_stream.py | read: the name of a checkpoint's table of contents
     torch.distributed.checkpoint.filesystem:_metadata_fn
 checkpoint/torch_dist_stream.py | called: a part of a tar file is read as a file
     torch.distributed.checkpoint.utils:_create_file_view

@@ -44,9 +44,7 @@ DOORS = {
     "types": "core.types",
     "utils.advantages": "core.advantages",
     "utils.batch_iterators": "data.nlp.samplers",
-    "utils.checkpointing": (
-        "checkpoint.checkpointing checkpoint.folders checkpoint.optimizer_forms"
-    ),
+    "utils.checkpointing": "checkpoint.checkpointing checkpoint.folders",
     "utils.config_rules": (
         "config.rules check_flags=config.rules:check_keys_alone "
         "check_required=config.rules:check_keys_alone core.estimators"

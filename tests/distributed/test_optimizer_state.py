@@ -10,7 +10,7 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.parallel_state import destroy_model_parallel
 
-from nemo_aligner.checkpoint.optimizer_forms import FULLY_RESHARDABLE, sharded_optimizer_state
+from nemo_aligner.checkpoint.checkpointing import FULLY_RESHARDABLE, sharded_optimizer_state
 from nemo_aligner.models.nlp.gpt.megatron_gpt_ppo_actor import MegatronGPTActorModel
 from nemo_aligner.parallel import parallel_state
 from tests.distributed.launcher import run_ranks

@@ -18,7 +18,7 @@ import pytest
 
 from nemo_aligner.checkpoint import checksums, sources
 from nemo_aligner.checkpoint.checkpointing import CheckpointCallback
-from nemo_aligner.checkpoint.checksums import file_checksum, warn_without
+from nemo_aligner.checkpoint.checksums import file_checksum, warn_once
 from nemo_aligner.core.errors import DamagedFileError, SaveError, UserError
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRewardModel
@@ -103,7 +103,7 @@ def test_files_without_checksums_load_with_a_warning(nemo, tmp_path, caplog):
     with tarfile.open(tmp_path / "old.nemo", "w") as tar:
         tar.add(folder, arcname=".")
     for path in (folder, tmp_path / "old.nemo"):
-        warn_without.cache_clear()
+        warn_once.cache_clear()
         caplog.clear()
         with caplog.at_level(logging.WARNING, logger="nemo_logger"):
             restore(path)
@@ -262,7 +262,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused(saved, other_job, tmp_path, m
     real = os.statvfs
 
     def statvfs(path):
-        return SimpleNamespace(f_blocks=10**9, f_bavail=weights * 3 // 4, f_frsize=1)
+        return SimpleNamespace(f_blocks=10**9, f_bfree=0, f_bavail=weights * 3 // 4, f_frsize=1)
 
     begun = die_at(monkeypatch, "nemo_aligner.checkpoint.dist_ckpt._Writer", 0)
     callback = CheckpointCallback(folder, *other_job, name="rm")
@@ -310,7 +310,7 @@ def test_the_nemo_of_a_job_that_died_before_it_is_written_at_the_next_start(
     nemo_file = tmp_path / "checkpoints/rm.nemo"
     for step in (1, 2):
         with monkeypatch.context() as patch:
-            die_at(patch, "nemo_aligner.checkpoint.nemo_archive.write_manifest", 1)
+            die_at(patch, "nemo_aligner.checkpoint.checksums.write_manifest", 1)
             with pytest.raises(Death):
                 own = {"is_train_end": True, "trainer_state": {"step": step}}
                 callback().custom_save({"step": step}, **own)

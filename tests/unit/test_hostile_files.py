@@ -37,10 +37,10 @@ from torch.distributed.checkpoint.planner import (
 from nemo_aligner.checkpoint import dist_ckpt, sources, torch_dist_stream
 from nemo_aligner.checkpoint.checkpointing import CheckpointCallback
 from nemo_aligner.checkpoint.checksums import write_manifest
-from nemo_aligner.checkpoint.data_only import read_metadata
 from nemo_aligner.checkpoint.folders import mark
 from nemo_aligner.checkpoint.hugging_face import reading
 from nemo_aligner.checkpoint.nemo_archive import write_config
+from nemo_aligner.checkpoint.torch_dist_stream import read_metadata
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.launch.model_loading import load_and_override_model_config
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel

@@ -55,10 +55,6 @@ class Rule:
     def __init__(self, *names: str, transposed: bool = False, beside: str | None = None):
         self.names, self.transposed, self.beside = names, transposed, beside
 
-    def renamed(self, name: Callable[[str], str]) -> "Rule":
-        beside = None if self.beside is None else name(self.beside)
-        return type(self)(*map(name, self.names), transposed=self.transposed, beside=beside)
-
     def runs(self, rows: int, heads: Heads) -> list[Run]:
         """The runs of a tensor of Megatron Core with `rows` rows, in its order."""
         share = rows // len(self.names)
@@ -265,7 +261,7 @@ def computed(keys: Mapping[str, Any]) -> dict[str, Any]:
     """The keys that say what a model computes, in one spelling each."""
     values = plain_dict(complete_model(dict(keys)))
     result = {
-        key: _plain(values[key])
+        key: values[key]
         for key in ARCHITECTURE_KEYS
         if key in values and key not in NOT_COMPARED and not key.endswith("_parallel_size")
     }
@@ -277,7 +273,13 @@ def computed(keys: Mapping[str, Any]) -> dict[str, Any]:
         result |= {"normalization": "layernorm", "layernorm_zero_centered_gamma": True}
     if result["normalization"] == "rmsnorm":
         result["layernorm_bias"] = None
-    result["activation"] = _activation(values)
+    name = str(values["activation"]).lower().removeprefix("fast-")
+    tanh = values["openai_gelu"] or values["bias_activation_fusion"]
+    if name in ("gelu_new", "gelu_pytorch_tanh"):
+        name = "gelu-tanh"
+    elif name in ("gelu", "geglu") and tanh:  # without the error function
+        name += "-tanh"
+    result["activation"] = name
     kind = values["position_embedding_type"]
     for key in result:
         if (key in _ROPE_KEYS and kind != "rope") or (key.startswith("yarn_") and kind != "yarn"):
@@ -329,22 +331,6 @@ def expert_layers(keys: Mapping[str, Any]) -> list[int]:
     if isinstance(freq, int):
         return [int(layer % freq == 0) for layer in range(layers)]
     return list(freq)
-
-
-def _activation(values: Mapping[str, Any]) -> str:
-    """The activation by one name; `-tanh`: GELU without the error function."""
-    name = str(values["activation"]).lower().removeprefix("fast-")
-    if name in ("gelu_new", "gelu_pytorch_tanh"):
-        return "gelu-tanh"
-    tanh = values["openai_gelu"] or values["bias_activation_fusion"]
-    return f"{name}-tanh" if name in ("gelu", "geglu") and tanh else name
-
-
-def _plain(value: Any) -> Any:
-    """A value as it compares: 10000 and 10000.0, [99, 0] and (99, 0) are equal."""
-    if isinstance(value, tuple):
-        return list(value)
-    return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
 PREFIX = "model."  # of all names in a sharded state dict
@@ -418,4 +404,5 @@ class Layout:
                 return template[1:] + kind
             return (before + template + kind).format(layer=layer, expert=expert)
 
-        return rule.renamed(whole)
+        beside = None if rule.beside is None else whole(rule.beside)
+        return type(rule)(*map(whole, rule.names), transposed=rule.transposed, beside=beside)

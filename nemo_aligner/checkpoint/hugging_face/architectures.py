@@ -1,21 +1,384 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The architectures of Hugging Face that are known here."""
+"""The architectures of Hugging Face that are known here, and the parts that several share."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from nemo_aligner.checkpoint.hugging_face import parts
 from nemo_aligner.checkpoint.hugging_face.architecture import (
     Architecture,
     Attention,
     Part,
     Rule,
     Unsupported,
+    expert_layers,
     hugging_face_config,
+    layers_without_rotation,
+    windowed_layers,
+)
+from nemo_aligner.checkpoint.stored_weights import heads_of
+from nemo_aligner.config.values import is_number
+
+Config = Mapping[str, Any]
+
+# --- keys ---
+
+SIZES = {
+    "vocab_size": "override_vocab_size",
+    "hidden_size": "hidden_size",
+    "intermediate_size": "ffn_hidden_size",
+    "num_hidden_layers": "num_layers",
+    "num_attention_heads": "num_attention_heads",
+    "num_key_value_heads": "num_query_groups",
+    "max_position_embeddings": "max_position_embeddings",
+    "tie_word_embeddings": "share_embeddings_and_output_weights",
+    "initializer_range": "init_method_std",
+    "head_dim": "kv_channels",
+}
+ALWAYS = {
+    "normalization": "rmsnorm",
+    "bias": False,
+    "position_embedding_type": "rope",
+    "bias_activation_fusion": False,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+}
+GATED_ACTIVATIONS: dict[Any, dict[str, Any]] = {
+    "silu": {"activation": "fast-swiglu", "openai_gelu": False},
+    "gelu_pytorch_tanh": {"activation": "geglu", "openai_gelu": True},
+    "gelu": {"activation": "geglu", "openai_gelu": False},
+    "relu": {"activation": "reglu", "openai_gelu": False},
+}
+
+# Llama 3.1's rotary frequencies, constants in Megatron Core.
+LLAMA3 = {
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+YARN = {
+    "beta_fast": "yarn_beta_fast",
+    "beta_slow": "yarn_beta_slow",
+    "mscale": "yarn_mscale",
+    "mscale_all_dim": "yarn_mscale_all_dim",
+}
+# Names of rotary positions in transformers 5, and before.
+_ROPE_NAMES = ("rope_parameters", "rope_theta", "rope_scaling", "partial_rotary_factor")
+_LAYER_TYPES = ("full_attention", "sliding_attention")
+_NUMBERS = ("rope_theta", "partial_rotary_factor", "factor", "attention_factor")
+
+
+def _rope_keys(config: Config) -> dict[str, Any]:
+    names = ("rope_theta", "partial_rotary_factor")
+    given = {name: config[name] for name in names if config.get(name) is not None}
+    given |= config.get("rope_scaling") or {}
+    given |= config.get("rope_parameters") or {}
+    kind = given.get("rope_type", given.get("type", "default"))
+    for name, value in given.items():
+        if name in _NUMBERS and value is not None and not (is_number(value) and value > 0):
+            raise Unsupported(f"rope_parameters.{name}={value!r} is not a positive number.")
+    if kind != "default" and given.get("factor") is None:
+        raise Unsupported(f"rope_parameters.rope_type={kind!r} has no factor.")
+    keys: dict[str, Any] = {
+        "rotary_base": given.get("rope_theta", 10000.0),
+        "rotary_percentage": given.get("partial_rotary_factor", 1.0),
+    }
+    if kind == "linear":
+        keys["seq_len_interpolation_factor"] = float(given["factor"])
+    elif kind == "llama3":
+        for name, value in LLAMA3.items():
+            if given.get(name) != value:
+                raise Unsupported(
+                    f"rope_parameters.{name}={given.get(name)!r} is not supported with llama3; "
+                    f"Megatron Core computes with {value}."
+                )
+        keys |= {"scale_positional_embedding": True, "scale_factor": float(given["factor"])}
+    elif kind == "yarn":
+        keys |= _yarn_keys(given, config)
+    elif kind != "default":
+        raise Unsupported(
+            f"rope_parameters.rope_type={kind!r} is not supported; what is: default, linear, "
+            "llama3, yarn."
+        )
+    return keys
+
+
+def _yarn_keys(given: Config, config: Config) -> dict[str, Any]:
+    if given["factor"] <= 1:
+        raise Unsupported(f"rope_parameters.factor={given['factor']} of yarn must be above 1.")
+    original = given.get("original_max_position_embeddings")
+    keys: dict[str, Any] = {
+        "position_embedding_type": "yarn",
+        "yarn_rotary_scaling_factor": float(given["factor"]),
+        "yarn_original_max_position_embeddings": original or config["max_position_embeddings"],
+        "yarn_correction_range_round_to_int": bool(given.get("truncate", True)),
+    }
+    for name, key in YARN.items():
+        if given.get(name) is not None:
+            keys[key] = float(given[name])
+    if not (keys.get("yarn_mscale") and keys.get("yarn_mscale_all_dim")):
+        keys["yarn_mscale"] = keys["yarn_mscale_all_dim"] = None
+    attention_factor = given.get("attention_factor")
+    if attention_factor is not None:
+        # Queries and keys are multiplied by 1 + 0.1 mscale ln(factor); the second key divides.
+        keys["yarn_mscale"] = (attention_factor - 1) / (0.1 * math.log(given["factor"]))
+        keys["yarn_mscale_all_dim"] = 0.0
+    return keys
+
+
+def _rope_config(keys: Config) -> dict[str, Any]:
+    rope: dict[str, Any] = {"rope_type": "default"}
+    if keys.get("scale_positional_embedding"):
+        rope = {"rope_type": "llama3", "factor": float(keys["scale_factor"]), **LLAMA3}
+    elif keys.get("seq_len_interpolation_factor"):
+        rope = {"rope_type": "linear", "factor": float(keys["seq_len_interpolation_factor"])}
+    if keys["position_embedding_type"] == "yarn":
+        rope = {
+            "rope_type": "yarn",
+            "factor": float(keys["yarn_rotary_scaling_factor"]),
+            "original_max_position_embeddings": keys["yarn_original_max_position_embeddings"],
+            "truncate": keys["yarn_correction_range_round_to_int"],
+            **{name: keys[key] for name, key in YARN.items() if keys[key] is not None},
+        }
+        if rope.get("mscale_all_dim") == 0 and "mscale" in rope:
+            del rope["mscale_all_dim"]
+            rope["attention_factor"] = 1 + 0.1 * rope.pop("mscale") * math.log(rope["factor"])
+    # Both forms: transformers before 5 reads the second only.
+    result: dict[str, Any] = {"rope_theta": float(keys["rotary_base"])}
+    if rope["rope_type"] != "default":
+        result["rope_scaling"] = rope
+    result["rope_parameters"] = rope | {"rope_theta": result["rope_theta"]}
+    return result
+
+
+def _partial_rope_config(keys: Config) -> dict[str, Any]:
+    result = _rope_config(keys)
+    # Always: Nemotron's default is 0.5.
+    factor = {"partial_rotary_factor": float(keys["rotary_percentage"])}
+    return result | factor | {"rope_parameters": result["rope_parameters"] | factor}
+
+
+def _whole_rope_keys(config: Config) -> dict[str, Any]:
+    keys = _rope_keys(config)
+    if keys["rotary_percentage"] != 1.0:
+        raise Unsupported(
+            f"partial_rotary_factor={keys['rotary_percentage']} is not supported: the class of "
+            "transformers rotates whole heads."
+        )
+    return keys
+
+
+def _two_ropes_keys(config: Config) -> dict[str, Any]:
+    whole, local = (config["rope_parameters"][kind] for kind in _LAYER_TYPES)
+    keys = _whole_rope_keys({**config, "rope_parameters": whole, "rope_scaling": None})
+    if local.get("rope_type", "default") != "default":
+        kind = local["rope_type"]
+        raise Unsupported(f"rope_parameters.sliding_attention.rope_type={kind!r} must be default.")
+    return keys | {"rotary_base_local": None if local == whole else float(local["rope_theta"])}
+
+
+def _two_ropes_config(keys: Config) -> dict[str, Any]:
+    whole = _rope_config(keys)["rope_parameters"]
+    base = keys["rotary_base_local"]
+    local = whole if base is None else {"rope_type": "default", "rope_theta": float(base)}
+    return {"rope_parameters": {"full_attention": whole, "sliding_attention": local}}
+
+
+ROPE = Part(_ROPE_NAMES, _whole_rope_keys, _rope_config)
+# Of layers without and with a window.
+TWO_ROPES = Part((*_ROPE_NAMES, "rope_local_base_freq"), _two_ropes_keys, _two_ropes_config)
+PARTIAL_ROPE = Part(_ROPE_NAMES, _rope_keys, _partial_rope_config)
+
+
+def _window_keys(config: Config) -> dict[str, Any]:
+    # Hugging Face counts a position's own in its window, Megatron Core does not.
+    window, kinds = config.get("sliding_window"), config.get("layer_types")
+    pattern = [1] if kinds is None else [int(kind == "sliding_attention") for kind in kinds]
+    if not window or not any(pattern):
+        return {"window_size": None}
+    keys: dict[str, Any] = {"window_size": [int(window) - 1, 0]}
+    return keys if all(pattern) else keys | {"window_attn_skip_freq": pattern}
+
+
+def _window_config(keys: Config) -> dict[str, Any]:
+    layers = windowed_layers(keys)
+    return {"sliding_window": int(keys["window_size"][0]) + 1 if any(layers) else None}
+
+
+def _layer_windows_config(keys: Config) -> dict[str, Any]:
+    layers = windowed_layers(keys) or [0] * int(keys["num_layers"])
+    return _window_config(keys) | {"layer_types": [_LAYER_TYPES[each] for each in layers]}
+
+
+def _switched_window_keys(config: Config) -> dict[str, Any]:
+    if not config.get("use_sliding_window"):
+        return {"window_size": None}
+    if config.get("layer_types") is None:
+        first = config.get("max_window_layers") or 0
+        layers = range(config["num_hidden_layers"])
+        config = {**config, "layer_types": [_LAYER_TYPES[layer >= first] for layer in layers]}
+    return _window_keys(config)
+
+
+def _switched_window_config(keys: Config) -> dict[str, Any]:
+    layers = windowed_layers(keys)
+    if not any(layers):
+        return {"use_sliding_window": False}
+    switch = {"use_sliding_window": True, "max_window_layers": layers.index(1)}
+    return _layer_windows_config(keys) | switch
+
+
+WINDOW = Part(("sliding_window", "layer_types"), _window_keys, _window_config)
+# Of classes that say for each layer whether it has the window.
+LAYER_WINDOWS = Part(WINDOW.reads, _window_keys, _layer_windows_config)
+# Qwen's, which a key of its own switches on.
+SWITCHED_WINDOW = Part(
+    (*WINDOW.reads, "use_sliding_window", "max_window_layers"),
+    _switched_window_keys,
+    _switched_window_config,
+)
+# Cohere 2's: layers without a window do not rotate.
+ROTATED_WINDOWS = Part(
+    WINDOW.reads,
+    lambda config: (
+        _window_keys(config)
+        | {"no_rope_freq": [int(kind == _LAYER_TYPES[0]) for kind in config["layer_types"]]}
+    ),
+    _layer_windows_config,
+)
+# Qwen3-MoE's: in all layers, whatever max_window_layers says.
+ALL_WINDOWS = Part(
+    ("sliding_window", "use_sliding_window", "max_window_layers"),
+    lambda config: _window_keys(
+        {"sliding_window": config.get("use_sliding_window") and config.get("sliding_window")}
+    ),
+    lambda keys: _window_config(keys) | {"use_sliding_window": any(windowed_layers(keys))},
 )
 
-_WITHOUT_GATE = parts.MLP | {"mlp.linear_fc1.": Rule("mlp.up_proj.")}
+
+def _expert_layers_keys(config: Config) -> dict[str, Any]:
+    step, dense = config.get("decoder_sparse_step") or 1, config.get("mlp_only_layers") or ()
+    pattern = [
+        int(layer not in dense and (layer + 1) % step == 0)
+        for layer in range(config["num_hidden_layers"])
+    ]
+    if not any(pattern):
+        raise Unsupported(
+            f"decoder_sparse_step={step} and mlp_only_layers={list(dense)} leave no layer with "
+            "experts."
+        )
+    return {} if all(pattern) else {"moe_layer_freq": pattern}
+
+
+def _expert_layers_config(keys: Config) -> dict[str, Any]:
+    if not keys["num_moe_experts"]:
+        return {}
+    dense = [layer for layer, experts in enumerate(expert_layers(keys)) if not experts]
+    return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
+
+
+# Qwen's: some layers may have one MLP instead.
+EXPERT_LAYERS = Part(
+    ("decoder_sparse_step", "mlp_only_layers"), _expert_layers_keys, _expert_layers_config
+)
+
+
+# transformers 5 has another name for it inside.
+NUMBER_OF_EXPERTS = Part(
+    ("num_experts", "num_local_experts"),
+    lambda config: {
+        "num_moe_experts": config.get("num_experts") or config.get("num_local_experts")
+    },
+    lambda keys: {"num_experts": keys["num_moe_experts"]},
+)
+QWEN_EXPERTS = {
+    "moe_intermediate_size": "moe_ffn_hidden_size",
+    "num_experts_per_tok": "moe_router_topk",
+}
+NORMALIZED_WEIGHTS: dict[Any, dict[str, Any]] = {  # of the chosen experts, to a sum of 1
+    True: {"moe_router_pre_softmax": False},
+    False: {"moe_router_pre_softmax": True},
+}
+
+# SmolLM 3's: 1 for each layer that rotates.
+ROTATED_LAYERS = Part(
+    ("no_rope_layers", "no_rope_layer_interval", "layer_types"),
+    lambda config: {"no_rope_freq": [1 - rotated for rotated in config["no_rope_layers"]]},
+    lambda keys: {
+        "no_rope_layers": [
+            1 - left_out
+            for left_out in layers_without_rotation(keys) or [0] * int(keys["num_layers"])
+        ]
+    },
+)
+
+
+def _rounded(number: float) -> float:
+    return float(f"{number:.12g}")  # 0.2 is 1 / sqrt(25)
+
+
+# Granite's factor of the attention scores.
+ATTENTION_MULTIPLIER = Part(
+    ("attention_multiplier",),
+    lambda config: {"query_pre_attn_scalar": _rounded(config["attention_multiplier"] ** -2)},
+    lambda keys: {
+        "attention_multiplier": float(keys["query_pre_attn_scalar"] or heads_of(keys).size) ** -0.5
+    },
+)
+# Cohere's divides.
+LOGIT_SCALE = Part(
+    ("logit_scale",),
+    lambda config: {"logits_scaling": _rounded(1 / config["logit_scale"])},
+    lambda keys: {"logit_scale": _rounded(1 / keys["logits_scaling"])},
+)
+
+# --- names of weights ---
+
+OUTSIDE: dict[str, Rule] = {
+    "embedding.word_embeddings.": Rule("embed_tokens."),
+    "decoder.final_layernorm.": Rule("norm."),
+    "output_layer.": Rule("/lm_head."),
+    "rm_head.": Rule("/score."),
+}
+WITHOUT_NORM: dict[str, Rule] = {
+    "self_attention.linear_qkv.": Attention(
+        "self_attn.q_proj.", "self_attn.k_proj.", "self_attn.v_proj."
+    ),
+    "self_attention.linear_proj.": Rule("self_attn.o_proj."),
+}
+ATTENTION: dict[str, Rule] = WITHOUT_NORM | {
+    "self_attention.linear_qkv.layer_norm_": Rule("input_layernorm."),
+}
+MLP_WITHOUT_NORM: dict[str, Rule] = {
+    "mlp.linear_fc1.": Rule("mlp.gate_proj.", "mlp.up_proj."),
+    "mlp.linear_fc2.": Rule("mlp.down_proj."),
+}
+MLP: dict[str, Rule] = MLP_WITHOUT_NORM | {
+    "mlp.linear_fc1.layer_norm_": Rule("post_attention_layernorm."),
+}
+# Norms after attention and MLP, the only ones (OLMo) or beside those before (Gemma, GLM).
+ATTENTION_END, MLP_END = (
+    "self_attention.linear_proj.post_layernorm.",
+    "mlp.linear_fc2.post_layernorm.",
+)
+QUERY_KEY_NORM: dict[str, Rule] = {
+    "self_attention.q_layernorm.": Rule("self_attn.q_norm."),
+    "self_attention.k_layernorm.": Rule("self_attn.k_norm."),
+}
+_EXPERT = "mlp.experts.{expert}."
+# Beside layers with one MLP.
+EXPERTS: dict[str, Rule] = {
+    "mlp.router.": Rule("mlp.gate."),
+    "mlp.experts.experts.linear_fc1.": Rule(_EXPERT + "gate_proj.", _EXPERT + "up_proj."),
+    "mlp.experts.experts.linear_fc2.": Rule(_EXPERT + "down_proj."),
+    "pre_mlp_layernorm.": Rule("post_attention_layernorm.", beside="mlp.gate."),
+    "mlp.linear_fc1.layer_norm_": Rule("post_attention_layernorm.", beside="mlp.down_proj."),
+}
+
+# --- tables ---
+
+_WITHOUT_GATE = MLP | {"mlp.linear_fc1.": Rule("mlp.up_proj.")}
 _GELU: dict[Any, dict[str, Any]] = {
     "gelu_pytorch_tanh": {"activation": "gelu", "bias_activation_fusion": True},
     "gelu": {"activation": "gelu", "bias_activation_fusion": False},
@@ -30,12 +393,12 @@ def _like_llama(
     norm_eps: str = "rms_norm_eps",
     same: Mapping[str, str] | None = None,
     always: Mapping[str, Any] | None = None,
-    layer: Mapping[str, Rule] = parts.MLP,
-    attention: Mapping[str, Rule] = parts.ATTENTION,
+    layer: Mapping[str, Rule] = MLP,
+    attention: Mapping[str, Rule] = ATTENTION,
     activation: str = "hidden_act",
     choices: Mapping[str, Mapping[Any, Mapping[str, Any]]] | None = None,
     more: Sequence[Part] = (),
-    rope: Part = parts.ROPE,
+    rope: Part = ROPE,
     implied: Sequence[str] = (),
 ) -> Architecture:
     """Llama's architecture with additions and changes; `layer`: rules beside the attention's;
@@ -43,12 +406,12 @@ def _like_llama(
     """
     return Architecture(
         model_type=model_type,
-        same=parts.SIZES | {norm_eps: "layernorm_epsilon"} | dict(same or {}),
-        always=parts.ALWAYS | dict(always or {}),
+        same=SIZES | {norm_eps: "layernorm_epsilon"} | dict(same or {}),
+        always=ALWAYS | dict(always or {}),
         base="model.",
-        outside=parts.OUTSIDE,
+        outside=OUTSIDE,
         layer=dict(attention) | dict(layer),
-        choices={activation: parts.GATED_ACTIVATIONS} | dict(choices or {}),
+        choices={activation: GATED_ACTIVATIONS} | dict(choices or {}),
         parts=(rope, *more),
         implied=implied,
     )
@@ -66,26 +429,26 @@ _GEMMA_2: dict[str, Any] = dict(
         "attn_logit_softcapping": "attn_logit_softcapping",
         "final_logit_softcapping": "final_logit_softcapping",
     },
-    layer=parts.MLP
+    layer=MLP
     | {
         "mlp.linear_fc1.layer_norm_": Rule("pre_feedforward_layernorm."),
-        parts.ATTENTION_END: Rule("post_attention_layernorm."),
-        parts.MLP_END: Rule("post_feedforward_layernorm."),
+        ATTENTION_END: Rule("post_attention_layernorm."),
+        MLP_END: Rule("post_feedforward_layernorm."),
     },
     activation="hidden_activation",
     choices=_NO_BIAS | _CAUSAL,
-    more=(parts.LAYER_WINDOWS,),
+    more=(LAYER_WINDOWS,),
 )
 
 # Norms after attention and MLP alone, those of queries and keys over all heads.
 _OLMO: dict[str, Any] = dict(
     always={"qk_layernorm": True, "qk_layernorm_all_heads": True, "norm_position": "after"},
-    attention=parts.WITHOUT_NORM,
-    layer=parts.QUERY_KEY_NORM
-    | parts.MLP_WITHOUT_NORM
+    attention=WITHOUT_NORM,
+    layer=QUERY_KEY_NORM
+    | MLP_WITHOUT_NORM
     | {
-        parts.ATTENTION_END: Rule("post_attention_layernorm."),
-        parts.MLP_END: Rule("post_feedforward_layernorm."),
+        ATTENTION_END: Rule("post_attention_layernorm."),
+        MLP_END: Rule("post_feedforward_layernorm."),
     },
     choices=_NO_BIAS,
 )
@@ -93,25 +456,25 @@ _OLMO: dict[str, Any] = dict(
 # Neighbouring channels rotated, in a part of each head; gate and partner in one tensor.
 _GLM: dict[str, Any] = dict(
     choices={"attention_bias": {True: {"qkv_bias": True}, False: {"qkv_bias": False}}},
-    rope=parts.PARTIAL_ROPE,
+    rope=PARTIAL_ROPE,
 )
-_GLM_MLP = parts.MLP | {"mlp.linear_fc1.": Rule("mlp.gate_up_proj.")}
-_EXPERT = "block_sparse_moe.experts.{expert}."  # Mixtral's
+_GLM_MLP = MLP | {"mlp.linear_fc1.": Rule("mlp.gate_up_proj.")}
+_MIXTRALS = "block_sparse_moe.experts.{expert}."
 
 _TABLES = (
     # Llama 2, 3, 3.1, 3.2 and what shares their layers.
     _like_llama("llama", choices=_NO_BIAS | {"mlp_bias": {False: {}}}),
     # A sliding window.
-    _like_llama("mistral", more=(parts.WINDOW,)),
+    _like_llama("mistral", more=(WINDOW,)),
     # Qwen2 and Qwen2.5: biases of queries, keys and values only.
-    _like_llama("qwen2", always={"qkv_bias": True}, more=(parts.SWITCHED_WINDOW,)),
+    _like_llama("qwen2", always={"qkv_bias": True}, more=(SWITCHED_WINDOW,)),
     # Queries and keys normalized per head.
     _like_llama(
         "qwen3",
         always={"qk_layernorm": True},
-        layer=parts.QUERY_KEY_NORM | parts.MLP,
+        layer=QUERY_KEY_NORM | MLP,
         choices=_NO_BIAS,
-        more=(parts.SWITCHED_WINDOW,),
+        more=(SWITCHED_WINDOW,),
     ),
     # Norms centred at zero, embeddings scaled by the root of the hidden size.
     _like_llama(
@@ -120,31 +483,28 @@ _TABLES = (
         # Its first files say gelu and mean the tanh form; the class reads hidden_activation.
         choices=_NO_BIAS
         | _CAUSAL
-        | {"hidden_act": {"gelu_pytorch_tanh": parts.GATED_ACTIVATIONS["gelu_pytorch_tanh"]}},
+        | {"hidden_act": {"gelu_pytorch_tanh": GATED_ACTIVATIONS["gelu_pytorch_tanh"]}},
         implied=("hidden_activation",),
     ),
     _like_llama("gemma2", **_GEMMA_2),
     # The text model: queries and keys normalized, two rotations.
     _like_llama(
         "gemma3_text",
-        rope=parts.TWO_ROPES,
+        rope=TWO_ROPES,
         **_GEMMA_2
         | {
             "always": _GEMMA_2["always"] | {"qk_layernorm": True},
-            "layer": parts.QUERY_KEY_NORM | _GEMMA_2["layer"],
+            "layer": QUERY_KEY_NORM | _GEMMA_2["layer"],
         },
     ),
     _like_llama("olmo2", **_OLMO),
-    _like_llama("olmo3", rope=parts.TWO_ROPES, more=(parts.LAYER_WINDOWS,), **_OLMO),
+    _like_llama("olmo3", rope=TWO_ROPES, more=(LAYER_WINDOWS,), **_OLMO),
     # Factors of embeddings, attention scores, branches and logits.
     _like_llama(
         "granite",
-        same={
-            name: name
-            for name in ("embedding_multiplier", "residual_multiplier", "logits_scaling")
-        },
+        same={n: n for n in "embedding_multiplier residual_multiplier logits_scaling".split()},
         choices=_NO_BIAS | {"mlp_bias": {False: {}}},
-        more=(parts.ATTENTION_MULTIPLIER,),
+        more=(ATTENTION_MULTIPLIER,),
     ),
     # Attention beside the MLP, layer norms without bias, rotation in the layers with a window.
     _like_llama(
@@ -156,15 +516,15 @@ _TABLES = (
             "parallel_attention": True,
             "rotary_interleaved": True,
         },
-        layer=parts.MLP_WITHOUT_NORM,
+        layer=MLP_WITHOUT_NORM,
         choices=_NO_BIAS,
-        more=(parts.ROTATED_WINDOWS, parts.LOGIT_SCALE),
+        more=(ROTATED_WINDOWS, LOGIT_SCALE),
     ),
     # Layers without rotation.
     _like_llama(
         "smollm3",
         choices=_NO_BIAS | {"mlp_bias": {False: {}}, "use_sliding_window": {False: {}}},
-        more=(parts.ROTATED_LAYERS,),
+        more=(ROTATED_LAYERS,),
         implied=("sliding_window",),
     ),
     _like_llama("glm", always={"rotary_interleaved": True}, layer=_GLM_MLP, **_GLM),
@@ -172,10 +532,7 @@ _TABLES = (
         "glm4",
         always={"rotary_interleaved": True, "norm_position": "both"},
         layer=_GLM_MLP
-        | {
-            parts.ATTENTION_END: Rule("post_self_attn_layernorm."),
-            parts.MLP_END: Rule("post_mlp_layernorm."),
-        },
+        | {ATTENTION_END: Rule("post_self_attn_layernorm."), MLP_END: Rule("post_mlp_layernorm.")},
         **_GLM,
     ),
     # Learned positions, biases, matrices stored transposed.
@@ -200,7 +557,7 @@ _TABLES = (
             "attention_dropout": 0.0,
         },
         base="transformer.",
-        outside=parts.OUTSIDE
+        outside=OUTSIDE
         | {
             "embedding.word_embeddings.": Rule("wte."),
             "embedding.position_embeddings.": Rule("wpe."),
@@ -232,13 +589,13 @@ _TABLES = (
     # One tensor for queries, keys and values, one for gate and partner.
     _like_llama(
         "phi3",
-        layer=parts.MLP
+        layer=MLP
         | {
             "self_attention.linear_qkv.": Attention("self_attn.qkv_proj."),
             "mlp.linear_fc1.": Rule("mlp.gate_up_proj."),
         },
-        rope=parts.PARTIAL_ROPE,
-        more=(parts.WINDOW,),
+        rope=PARTIAL_ROPE,
+        more=(WINDOW,),
         # Its original length counts with longrope only, which is refused.
         implied=("resid_pdrop", "embd_pdrop", "original_max_position_embeddings"),
     ),
@@ -250,7 +607,7 @@ _TABLES = (
         layer=_WITHOUT_GATE,
         choices=_NO_BIAS
         | {"hidden_act": {"relu2": {"activation": "squared-relu"}}, "mlp_bias": {False: {}}},
-        rope=parts.PARTIAL_ROPE,
+        rope=PARTIAL_ROPE,
     ),
     # Biases and layer norms, an MLP without a gate.
     _like_llama(
@@ -260,7 +617,7 @@ _TABLES = (
         layer=_WITHOUT_GATE
         | {"mlp.linear_fc1.": Rule("mlp.c_fc."), "mlp.linear_fc2.": Rule("mlp.c_proj.")},
         choices={"hidden_act": _GELU, "use_bias": {True: {}}},
-        more=(parts.WINDOW,),
+        more=(WINDOW,),
         implied=("residual_dropout", "embedding_dropout"),
     ),
     # Mistral with a mixture of experts in each layer.
@@ -275,20 +632,20 @@ _TABLES = (
         always={"moe_router_pre_softmax": False},
         layer={
             "mlp.router.": Rule("block_sparse_moe.gate."),
-            "mlp.experts.experts.linear_fc1.": Rule(_EXPERT + "w1.", _EXPERT + "w3."),
-            "mlp.experts.experts.linear_fc2.": Rule(_EXPERT + "w2."),
+            "mlp.experts.experts.linear_fc1.": Rule(_MIXTRALS + "w1.", _MIXTRALS + "w3."),
+            "mlp.experts.experts.linear_fc2.": Rule(_MIXTRALS + "w2."),
             "pre_mlp_layernorm.": Rule("post_attention_layernorm."),
         },
-        more=(parts.WINDOW,),
+        more=(WINDOW,),
     ),
     # Qwen2 with a mixture of experts and one that all tokens share, behind a gate.
     _like_llama(
         "qwen2_moe",
-        same=parts.QWEN_EXPERTS
+        same=QWEN_EXPERTS
         | {"shared_expert_intermediate_size": "moe_shared_expert_intermediate_size"},
         always={"moe_shared_expert_gate": True},
-        layer=parts.MLP
-        | parts.EXPERTS
+        layer=MLP
+        | EXPERTS
         | {
             "mlp.shared_experts.linear_fc1.": Rule(
                 "mlp.shared_expert.gate_proj.", "mlp.shared_expert.up_proj."
@@ -297,19 +654,19 @@ _TABLES = (
             "mlp.shared_experts.gate_": Rule("mlp.shared_expert_gate."),
         },
         choices={
-            "norm_topk_prob": parts.NORMALIZED_WEIGHTS,
+            "norm_topk_prob": NORMALIZED_WEIGHTS,
             "qkv_bias": {True: {"qkv_bias": True}, False: {"qkv_bias": False}},
         },
-        more=(parts.SWITCHED_WINDOW, parts.NUMBER_OF_EXPERTS, parts.EXPERT_LAYERS),
+        more=(SWITCHED_WINDOW, NUMBER_OF_EXPERTS, EXPERT_LAYERS),
     ),
     # Qwen3 with a mixture of experts, in all layers or in some.
     _like_llama(
         "qwen3_moe",
-        same=parts.QWEN_EXPERTS,
+        same=QWEN_EXPERTS,
         always={"qk_layernorm": True},
-        layer=parts.QUERY_KEY_NORM | parts.MLP | parts.EXPERTS,
-        choices=_NO_BIAS | {"norm_topk_prob": parts.NORMALIZED_WEIGHTS},
-        more=(parts.ALL_WINDOWS, parts.NUMBER_OF_EXPERTS, parts.EXPERT_LAYERS),
+        layer=QUERY_KEY_NORM | MLP | EXPERTS,
+        choices=_NO_BIAS | {"norm_topk_prob": NORMALIZED_WEIGHTS},
+        more=(ALL_WINDOWS, NUMBER_OF_EXPERTS, EXPERT_LAYERS),
     ),
 )
 

@@ -10,6 +10,8 @@ A projection without an adapter gets one of zeros, whose gradient is zero too: i
 PEFT. One that is zero in all layers is not written. Lower ranks are filled up with rows of zeros.
 """
 
+import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,24 +23,18 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from nemo_aligner.checkpoint import stored_weights
 from nemo_aligner.checkpoint.adapters import BASE_SECTION, Base, expanded, is_adapter
 from nemo_aligner.checkpoint.folders import replaced_folder
 from nemo_aligner.checkpoint.forms import PEFT_CONFIG
 from nemo_aligner.checkpoint.hugging_face import architecture as hf
-from nemo_aligner.checkpoint.hugging_face import peft_config, writing
+from nemo_aligner.checkpoint.hugging_face import writing
 from nemo_aligner.checkpoint.hugging_face.architectures import ARCHITECTURES, expressing
-from nemo_aligner.checkpoint.hugging_face.reading import ORIGIN, Tensors, head_keys
-from nemo_aligner.checkpoint.stored_weights import (
-    LAYERS,
-    Slice,
-    TensorSource,
-    is_gated,
-    stored_dtype,
-    whole_tensor,
-)
+from nemo_aligner.checkpoint.hugging_face.reading import ORIGIN, Tensors, head_keys, read_json
+from nemo_aligner.checkpoint.stored_weights import Slice, TensorSource
 from nemo_aligner.config.defaults import complete_model
 from nemo_aligner.config.peft_rules import LORA, TARGET_GROUPS, TARGETS, LoRASettings
-from nemo_aligner.config.values import plain_dict
+from nemo_aligner.config.values import is_number, plain_dict
 from nemo_aligner.core.errors import UserError
 
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -46,6 +42,155 @@ CHECKSUM = "nemo_aligner.base_checksum"  # in the metadata of that file
 _PICKLED = "adapter_model.bin"
 A, B = "lora_A.weight", "lora_B.weight"
 NAME_PREFIX = "base_model.model."  # of all tensors in a folder of PEFT
+
+
+# --- `adapter_config.json`: by what the outputs of adapters are multiplied. Which layers have
+# some, and of which rank, the tensors say. ---
+
+TASKS = {hf.CAUSAL_LM: "CAUSAL_LM", hf.PER_SAMPLE: "SEQ_CLS", hf.PER_TOKEN: "TOKEN_CLS"}
+_ROLES = {name: role for role, name in TASKS.items()} | {None: hf.CAUSAL_LM}
+# Heads of `modules_to_save`, by Hugging Face's names
+HEADS = ("score", "classifier")
+# Keys that do not change what is computed from the tensors, and those that are read.
+_KNOWN = frozenset(
+    """auto_mapping corda_config ensure_weight_tying eva_config exclude_modules fan_in_fan_out
+    inference_mode layers_pattern loftq_config lora_ga_config megatron_config megatron_core
+    peft_version qalora_group_size revision runtime_config velora_config
+
+    alpha_pattern base_model_name_or_path bias init_lora_weights layers_to_transform lora_alpha
+    lora_dropout modules_to_save peft_type r rank_pattern target_modules task_type
+    use_rslora""".split()
+)
+# Keys that must have no value, and what a value means.
+_REFUSED = {
+    "use_dora": "DoRA",
+    "use_qalora": "QA-LoRA",
+    "use_bdlora": "BD-LoRA",
+    "kasa_config": "KaSA, which changes the weights of the base",
+    "monteclora_config": "MonteCLoRA",
+    "arrow_config": "routing between adapters",
+    "alora_invocation_tokens": "activated LoRA",
+    "lora_bias": "a bias in B",
+    "trainable_token_indices": "trained embeddings",
+    "target_parameters": "adapters of parameters, such as stacked experts",
+    "layer_replication": "replicated layers",
+}
+# Initial values that leave the base as it is; others subtract from its weights.
+_INITIAL_VALUES = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
+REMEDY = (
+    "Merge them in PEFT (model.merge_and_unload(), then save_pretrained) and name that folder as "
+    "the model."
+)
+
+
+@dataclass(frozen=True)
+class AdapterConfig:
+    """What `adapter_config.json` says about the tensors beside it."""
+
+    base: str | None  # name or path of the base; None: not given
+    role: str  # of `TASKS`, what the model is for
+    rank: int
+    rank_pattern: Mapping[str, int]
+    alpha: float
+    alpha_pattern: Mapping[str, float]
+    root_of_rank: bool
+    dropout: float  # probability that a number of an adapter's input is dropped in training
+    targets: Sequence[str]  # names of modules with adapters, if they are listed
+    layers: Sequence[int] | None  # numbers from 0 of the layers with adapters; None: all
+
+    def rank_for(self, module: str) -> int:
+        """Rows of a module's A, by its name in Hugging Face."""
+        return int(_matching(self.rank_pattern, module, self.rank))
+
+    def alpha_for(self, module: str) -> float:
+        """Alpha: a module's adapter is multiplied by `alpha / rank`."""
+        alpha = float(_matching(self.alpha_pattern, module, self.alpha))
+        return alpha * math.sqrt(self.rank_for(module)) if self.root_of_rank else alpha
+
+    def base_here(self) -> Path | None:
+        """The base; None: none is named, or it is not on this machine."""
+        path = None if self.base is None else Path(self.base).expanduser()
+        return None if path is None or not path.exists() else path.absolute()
+
+
+def _matching(patterns: Mapping[str, float], module: str, default: float) -> float:
+    """The value of the first pattern that ends a module's name."""
+    found = (v for p, v in patterns.items() if re.match(rf"(.*\.)?({p})$", module))
+    return next(found, default)
+
+
+def read_config(path: Path) -> AdapterConfig:
+    """Of the folder `path`; `UserError`: damaged, or (`Unsupported`) not computed here."""
+    given = read_json(path / PEFT_CONFIG)
+    for fault in _faults(given):
+        raise hf.Unsupported(f"{path / PEFT_CONFIG}: {fault}")
+    targets = given.get("target_modules")
+    return AdapterConfig(
+        base=given.get("base_model_name_or_path") or None,
+        role=_ROLES[given.get("task_type")],
+        rank=given["r"],
+        rank_pattern=given.get("rank_pattern") or {},
+        alpha=float(given["lora_alpha"]),
+        alpha_pattern=given.get("alpha_pattern") or {},
+        root_of_rank=bool(given.get("use_rslora")),
+        dropout=float(given.get("lora_dropout") or 0),
+        targets=targets if isinstance(targets, list) else (),
+        layers=_listed(given.get("layers_to_transform")) or None,
+    )
+
+
+def _listed(value: Any) -> list[Any]:
+    if value is None:
+        return []
+    return value if isinstance(value, list) else [value]
+
+
+def _faults(given: Mapping[str, Any]) -> Iterator[str]:
+    """What is not LoRA as it is computed here, then values that cannot be."""
+    asks: dict[str, str] = {}  # key -> what its value is or asks for
+    if given.get("peft_type") != "LORA":
+        asks["peft_type"] = "is not supported; what is: LORA"
+    for key, meaning in _REFUSED.items():
+        if given.get(key):
+            asks[key] = f"asks for {meaning}, which is not supported"
+    if given.get("bias") not in (None, "none"):
+        asks["bias"] = "trained biases of the base, which is not supported"
+    if given.get("init_lora_weights", True) not in _INITIAL_VALUES:
+        asks["init_lora_weights"] = "changes the weights of the base, which is not supported"
+    if given.get("task_type") not in list(_ROLES):
+        asks["task_type"] = f"is not supported; what is: {', '.join(TASKS.values())}"
+    if others := [n for n in _listed(given.get("modules_to_save")) if n not in HEADS]:
+        heads = f"which is not supported; what is: heads ({', '.join(HEADS)})"
+        asks["modules_to_save"] = f"trained the whole of {others[0]!r}, {heads}"
+    for key, value in given.items():
+        if value and key not in _KNOWN | _REFUSED.keys():
+            asks[key] = "is not known here; the adapters may compute something else"
+    for key, why in asks.items():
+        yield f"{key}={given.get(key)!r} {why}. {REMEDY}"
+    numbers: dict[str, Any] = {"r": given.get("r"), "lora_alpha": given.get("lora_alpha")}
+    for name in ("rank_pattern", "alpha_pattern"):
+        patterns = given.get(name) or {}
+        if not isinstance(patterns, Mapping):
+            yield f"{name}={patterns!r} is not an object of patterns."
+        for pattern, value in patterns.items():
+            try:
+                re.compile(pattern)
+            except re.error:
+                yield f"{name} has no pattern in {pattern!r}."
+            numbers[f"{name}.{pattern}"] = value
+    for key, value in numbers.items():
+        is_rank = key.startswith("r")
+        if not is_number(value) or value <= 0 or (is_rank and not isinstance(value, int)):
+            yield f"{key}={value!r} is not a number above 0."
+    dropout = given.get("lora_dropout") or 0
+    if not is_number(dropout) or not 0 <= dropout < 1:
+        yield f"lora_dropout={dropout!r} is not a number from 0 to below 1."
+    for layer in _listed(given.get("layers_to_transform")):
+        if not isinstance(layer, int) or isinstance(layer, bool) or layer < 0:
+            yield f"layers_to_transform names {layer!r}, not the number of a layer."
+    base = given.get("base_model_name_or_path")
+    if base is not None and not isinstance(base, str):
+        yield f"base_model_name_or_path={base!r} is not a name or a path."
 
 
 # --- the modules that each adapter stands for ---
@@ -63,7 +208,7 @@ class Weight:
     def keys(self, layer: int, numbered: bool) -> list[str]:
         """Keys of A and B of a layer (from 1); `numbered`: of a model whose layers differ."""
         number = f"{layer - 1}." * numbered
-        stem = f"{LAYERS}{number}{TARGETS[self.target]}.lora.{layer}."
+        stem = f"{stored_weights.LAYERS}{number}{TARGETS[self.target]}.lora.{layer}."
         return [stem + "a", stem + "b"]
 
 
@@ -138,16 +283,10 @@ def modules_of(section: DictConfig, names: Sequence[str] = ()) -> Modules:
 # --- reading ---
 
 
-def _base_here(config: peft_config.AdapterConfig) -> Path | None:
-    """The base that a folder of PEFT names; None: none, or none on this machine."""
-    path = None if config.base is None else Path(config.base).expanduser()
-    return None if path is None or not path.exists() else path.absolute()
-
-
 def base_path(path: Path) -> Path:
     """The base that a folder of PEFT names; `UserError`: none, or none on this machine."""
-    config = peft_config.read(path)
-    if (found := _base_here(config)) is not None:
+    config = read_config(path)
+    if (found := config.base_here()) is not None:
         return found
     raise UserError(
         f"{path} holds adapters, but their base, base_model_name_or_path={config.base!r} in "
@@ -165,7 +304,7 @@ def adapter_section(path: Path, model: DictConfig) -> DictConfig:
     tensors = PeftTensors(path, model)
     section = OmegaConf.create(plain_dict(model, resolve=True))
     section.update(tensors.head_keys())
-    here = _base_here(tensors.config)
+    here = tensors.config.base_here()
     base = Base(tensors.config.base if here is None else str(here), base_checksum(path))
     section[BASE_SECTION] = base.to_config()
     section.peft = {"peft_scheme": LORA, "lora_tuning": tensors.settings.to_config()}
@@ -198,7 +337,7 @@ class PeftTensors:
 
     def __init__(self, path: Path, model: DictConfig):
         self.path = path
-        self.config = peft_config.read(path)
+        self.config = read_config(path)
         self.file = file_tensors(path)
         first = [name for name in self.file.shapes() if name.endswith("." + A)]
         names = [name.removeprefix(NAME_PREFIX).removesuffix("." + A) for name in first]
@@ -211,7 +350,7 @@ class PeftTensors:
         self._found = self._find_adapters()
         self._check_complete()
         self.settings = self._settings()
-        self.dtype = stored_dtype(self.file, first[0])
+        self.dtype = stored_weights.stored_dtype(self.file, first[0])
         self._shapes = {key: self.file.shapes()[name] for key, name in self._heads.items()}
         self._places: dict[str, tuple[Weight, int]] = {}
         for weight, layer in self.modules.adapted(self.settings):
@@ -227,7 +366,7 @@ class PeftTensors:
         found = {key: name for key, name in names.items() if name in self.file.shapes()}
         if not found and not self._has_head:
             raise UserError(
-                f"{self.path} says task_type={peft_config.TASKS[self.config.role]} but holds no "
+                f"{self.path} says task_type={TASKS[self.config.role]} but holds no "
                 f"{names[hf.HEAD_KEY + 'weight']!r}, and its base has no head either; train it "
                 "with modules_to_save naming the head."
             )
@@ -261,7 +400,7 @@ class PeftTensors:
                 raise hf.Unsupported(
                     f"{self.path / WEIGHTS_FILE} holds {name!r}, which has no place in a model of "
                     f"{layout.architecture.model_type} with {layout.layers} layers; adapters are "
-                    f"those (lora_A, lora_B) of {', '.join(there)}. {peft_config.REMEDY}"
+                    f"those (lora_A, lora_B) of {', '.join(there)}. {REMEDY}"
                 )
             self._check_shapes(module)
             found[module] = None
@@ -337,7 +476,7 @@ class PeftTensors:
         """The number of A's of an adapter here: GLM has one for gate and partner, but one each for
         queries, keys and values.
         """
-        gated = weight.target == "mlp_fc1" and is_gated(self.modules.keys)
+        gated = weight.target == "mlp_fc1" and stored_weights.is_gated(self.modules.keys)
         return 2 if gated and self.modules.separate else len(weight.rule.names)
 
     def _a(self, weight: Weight, layer: int) -> Tensor:
@@ -349,7 +488,7 @@ class PeftTensors:
             index = min(index, len(weight.rule.names) - 1)
             module = self.modules.name(weight, index, layer)
             if module in self._found:
-                values = whole_tensor(self.file, f"{NAME_PREFIX}{module}.{A}")
+                values = stored_weights.whole_tensor(self.file, f"{NAME_PREFIX}{module}.{A}")
                 block[: len(values)] = values
         return result.flatten(0, 1)
 
@@ -360,7 +499,7 @@ class PeftTensors:
         for index, name in enumerate(weight.rule.names):
             module = self.modules.name(weight, index, layer)
             if module in self._found:
-                values = whole_tensor(self.file, f"{NAME_PREFIX}{module}.{B}")
+                values = stored_weights.whole_tensor(self.file, f"{NAME_PREFIX}{module}.{B}")
                 scale = self.config.alpha_for(module) / self.config.rank_for(module)
                 factor = scale / self.settings.scale  # all adapters have one scale here
                 stored[name] = values if factor == 1 else values.float() * factor
@@ -401,12 +540,14 @@ def write_folder(
     heads = [] if role == hf.CAUSAL_LM else [modules.head("").rstrip(".").rpartition(".")[2]]
     for kind in hf.KINDS if heads else ():
         if hf.HEAD_KEY + kind in source.shapes() and hf.HEAD + kind not in skipped:
-            tensors[NAME_PREFIX + modules.head(kind)] = whole_tensor(source, hf.HEAD_KEY + kind)
+            tensors[NAME_PREFIX + modules.head(kind)] = stored_weights.whole_tensor(
+                source, hf.HEAD_KEY + kind
+            )
     layers, alpha = settings.layers, settings.alpha
     alpha = int(alpha) if float(alpha).is_integer() else alpha
     config = {
         "peft_type": "LORA",
-        "task_type": peft_config.TASKS[role],
+        "task_type": TASKS[role],
         "base_model_name_or_path": base.path,
         "r": settings.dim,
         "lora_alpha": alpha,
@@ -444,7 +585,9 @@ def _adapters(
         stored = next((each for each in keys if {*each} <= source.shapes().keys()), None)
         if stored is None:
             raise UserError(f"the checkpoint lacks {keys[0][0]}, an adapter; copy it again.")
-        pairs = _pairs(modules, weight, settings, *(whole_tensor(source, k) for k in stored))
+        pairs = _pairs(
+            modules, weight, settings, *(stored_weights.whole_tensor(source, k) for k in stored)
+        )
         for index, (a, b) in enumerate(pairs):
             name = modules.short_name(weight, index)
             stem = f"{NAME_PREFIX}{modules.name(weight, index, layer - 1)}."

@@ -15,17 +15,11 @@ from omegaconf import DictConfig, OmegaConf
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from nemo_aligner.checkpoint import stored_weights
 from nemo_aligner.checkpoint.forms import HF_CONFIG, HF_WEIGHTS
 from nemo_aligner.checkpoint.hugging_face import architecture as hf
 from nemo_aligner.checkpoint.hugging_face.architectures import ARCHITECTURES, REFUSED
-from nemo_aligner.checkpoint.stored_weights import (
-    LAYERS,
-    EitherName,
-    Slice,
-    TensorSource,
-    checked,
-    numbered,
-)
+from nemo_aligner.checkpoint.stored_weights import Slice, TensorSource
 from nemo_aligner.config.defaults import complete_model
 from nemo_aligner.config.values import plain_dict
 from nemo_aligner.core.errors import UserError
@@ -81,7 +75,9 @@ class Tensors:
     def read(self, key: str, part: Slice) -> Tensor:
         file = self.files[key]
         try:
-            return checked(self._opened(file).get_slice(key)[part], key, self.path / file)
+            return stored_weights.checked(
+                self._opened(file).get_slice(key)[part], key, self.path / file
+            )
         except SafetensorError as error:
             raise self._damaged(file, error) from error
 
@@ -197,7 +193,7 @@ class FolderWeights:
         layout, sizes = self.layout, self.layout.sizes()
         has_experts = hf.expert_layers(self.keys) if layout.experts else [0] * layout.layers
         for stem, rule, in_layer in layout.rules:
-            name = stem.removeprefix(LAYERS if in_layer else hf.PREFIX)
+            name = stem.removeprefix(stored_weights.LAYERS if in_layer else hf.PREFIX)
             experts = layout.experts if "{expert}" in rule.names[0] else 0
             kinds = [kind for kind in hf.KINDS if kind == "weight" or self._has_bias(stem)]
             layers = range(layout.layers) if in_layer else (None,)
@@ -215,7 +211,7 @@ class FolderWeights:
                     elif needed or any(found):
                         lacking.append(one.names[0])
                 if found[0] is not None:
-                    key = stem if layer is None else numbered(stem, layer)
+                    key = stem if layer is None else stored_weights.numbered(stem, layer)
                     self._shapes[key + kind] = ((experts,) if experts else ()) + found[0]
         return used, lacking
 
@@ -270,12 +266,8 @@ class FolderWeights:
 # `generation_config.json`; what training does not change is written back.
 ORIGIN, GENERATION = "hugging_face", "generation_config"
 _NOT_KEPT = ("auto_map", "num_labels")  # names code, which does not travel; follows from labels
-FILES_OF_TOKENIZERS = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "vocab.json",
-    "vocab.txt",
+FILES_OF_TOKENIZERS = tuple(
+    "tokenizer.json tokenizer.model tokenizer_config.json vocab.json vocab.txt".split()
 )
 
 
@@ -356,4 +348,6 @@ def weights(path: Path) -> TensorSource:
     section = model_section(path)
     architecture = ARCHITECTURES[section[ORIGIN]["model_type"]]
     keys = plain_dict(complete_model(section), resolve=True)
-    return EitherName(FolderWeights(path, architecture, keys, "reward_model_type" in section))
+    return stored_weights.EitherName(
+        FolderWeights(path, architecture, keys, "reward_model_type" in section)
+    )

@@ -20,20 +20,13 @@ from nemo.utils import logging
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
+from nemo_aligner.checkpoint import stored_weights
 from nemo_aligner.checkpoint.folders import WRITING_SUFFIX, replaced_folder
 from nemo_aligner.checkpoint.forms import HF_CONFIG, PEFT_CONFIG
 from nemo_aligner.checkpoint.hugging_face import architecture as hf
 from nemo_aligner.checkpoint.hugging_face import reading
 from nemo_aligner.checkpoint.hugging_face.architectures import ARCHITECTURES, expressing
-from nemo_aligner.checkpoint.stored_weights import (
-    Slice,
-    TensorSource,
-    is_stacked,
-    pieces,
-    stored_dtype,
-    unnumbered,
-    whole_tensor,
-)
+from nemo_aligner.checkpoint.stored_weights import Slice, TensorSource
 from nemo_aligner.config.data_rules import KEPT_FORM
 from nemo_aligner.config.defaults import complete_model
 from nemo_aligner.config.values import plain_dict
@@ -89,8 +82,8 @@ def plan(
         leave_out: names of weights after `model.` that are not written.
     """
     result, shapes = [], source.shapes()
-    dtype_of = functools.cache(lambda key: dtype or stored_dtype(source, key))
-    for key, index in sorted(pieces(source), key=_order):
+    dtype_of = functools.cache(lambda key: dtype or stored_weights.stored_dtype(source, key))
+    for key, index in sorted(stored_weights.pieces(source), key=_order):
         name, shape = key.removeprefix(hf.PREFIX), shapes[key][len(index) :]
         if name in leave_out:
             continue
@@ -112,7 +105,7 @@ def plan(
 
 def _order(piece: tuple[str, tuple[int, ...]]) -> tuple[int, int, tuple[int, ...], str]:
     key, index = piece
-    stacked, (name, layer) = is_stacked(key), unnumbered(key)
+    stacked, (name, layer) = stored_weights.is_stacked(key), stored_weights.unnumbered(key)
     if stacked:
         (layer, *_), index = index, index[1:]
     place = 0 if key.startswith(hf.PREFIX + "embedding") else 2
@@ -138,36 +131,29 @@ def write_tensors(
     weight_map: dict[str, str] = {}
     for name, numbers in split.filename_to_tensors.items():
         shard = [items[int(number)] for number in numbers]
-        _write_file(folder / name, source, shard, progress)
         weight_map |= {tensor: name for item in shard for tensor in item.shapes}
+        # The library's writer needs all tensors at once; a file is a length, JSON and the bytes.
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        end = 0
+        for item in shard:
+            for tensor, size in item.sizes().items():
+                header[tensor] = {
+                    "dtype": reading.DTYPES[item.dtype],
+                    "shape": list(item.shapes[tensor]),
+                    "data_offsets": [end, end + size],
+                }
+                end += size
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)  # aligned, as the format asks for
+        with open(folder / name, "wb") as stream:
+            stream.write(struct.pack("<Q", len(text)) + text)
+            for item in shard:
+                for values in item.read(source):
+                    stream.write(values.view(-1).view(torch.uint8).numpy().data)
+                    progress(values.nbytes)
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": weight_map}
         (folder / reading.INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
-
-
-def _write_file(
-    file: Path, source: TensorSource, items: Sequence[Written], progress: Callable[[int], None]
-) -> None:
-    """The library's writer needs all tensors at once; a file is a length, JSON and the bytes."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for item in items:
-        for name, size in item.sizes().items():
-            header[name] = {
-                "dtype": reading.DTYPES[item.dtype],
-                "shape": list(item.shapes[name]),
-                "data_offsets": [end, end + size],
-            }
-            end += size
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # aligned, as the format asks for
-    with open(file, "wb") as stream:
-        stream.write(struct.pack("<Q", len(text)))
-        stream.write(text)
-        for item in items:
-            for tensor in item.read(source):
-                stream.write(tensor.view(-1).view(torch.uint8).numpy().data)
-                progress(tensor.nbytes)
 
 
 # transformers 5 writes the one and reads both; 4 knows the other.
@@ -297,7 +283,7 @@ def role_of(
 def head_bias(source: TensorSource) -> list[float] | None:
     """The bias of a reward model's or critic's head; None: there is none."""
     key = hf.HEAD_KEY + "bias"
-    return whole_tensor(source, key).tolist() if key in source.shapes() else None
+    return stored_weights.whole_tensor(source, key).tolist() if key in source.shapes() else None
 
 
 def _head_config(role: str, keys: Mapping[str, Any]) -> dict[str, Any]:
