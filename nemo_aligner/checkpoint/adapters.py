@@ -7,7 +7,7 @@ adapters. Keys: `<key of the linear layer>lora.<number of the layer, from 1>.a` 
 `model.decoder.layers.self_attention.linear_qkv.lora.1.a`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +35,7 @@ from nemo_aligner.config.peft_rules import TARGETS, LoRASettings
 from nemo_aligner.config.values import plain_dict
 from nemo_aligner.core import lora
 from nemo_aligner.core.errors import UserError
+from nemo_aligner.parallel.collectives import gathered
 
 BASE_SECTION = "lora_base"
 _HEAD, _OUTPUT_LAYER = "model.rm_head.weight", "model.output_layer.weight"
@@ -88,21 +89,15 @@ def checksum_of_source(source: TensorSource) -> str:
     return _digits(total)
 
 
-def checksum_of_model(
-    sharded: Mapping[str, Mapping[str, Any]], add_over_ranks: Callable[[Tensor], Any]
-) -> str:
-    """`checksum_of_source` of a model in memory; all ranks call it. `add_over_ranks` adds an int64
-    tensor up over all ranks, in place.
-    """
+def checksum_of_model(sharded: Mapping[str, Mapping[str, Any]]) -> str:
+    """`checksum_of_source` of a model in memory; all ranks call it."""
     parts = [p for chunk in sharded.values() for e in chunk.values() for p in sharded_tensors(e)]
     total = sum(
         _checksum(part.key, part.global_offset, part.data, part.global_shape[-2])
         for part in parts
         if part.key.endswith(_CHECKED) and is_main_replica(part.replica_id)
     )
-    result = torch.tensor([total % 2**64], dtype=torch.uint64).view(torch.int64)
-    add_over_ranks(result)
-    return _digits(int(result))
+    return _digits(sum(gathered(total)))
 
 
 def _checksum(key: str, offset: Sequence[int], values: Any, rows: int) -> int:

@@ -129,10 +129,7 @@ def read_state(folder: Path) -> dict[str, Any] | None:
             with manifest.open("rb") as file:
                 expected = f"{file_checksum(file)}  {MANIFEST}\n".encode()
         if marked != expected:
-            raise DamagedFileError(
-                f"{folder} is damaged: {MARKER} and {MANIFEST} do not belong together. Copy it "
-                "again, or use another checkpoint."
-            )
+            raise ValueError(f"{MARKER} and {MANIFEST} do not belong together")
         state = json.loads((folder / STATE_FILE).read_text())
         for key, kind in (("save_number", int), ("trainer", dict), ("metrics", dict)):
             if not isinstance(state[key], kind):

@@ -75,31 +75,28 @@ class Source(PathLike[str]):
             given = open_source(base_path(self.path), key=_BASE).config()
         return [given]
 
-    def config(self, base: "Source | None" = None) -> DictConfig:
+    def config(self) -> DictConfig:
         """The configuration of the model; paths of files in the checkpoint are absolute, others
-        have `file_references.OUTSIDE` in front. For adapters: of the model merged with `base`
-        (None: the one that they name).
+        have `file_references.OUTSIDE` in front. For adapters: of the model merged with their base.
 
         Raises:
             UserError: a reference leads out of the archive, a value calls a resolver, or the model
                 is not supported.
         """
-        config = self.stored_config(None if base is None else base.config())
+        config = self.stored_config()
         if adapters.base_in(config) is not None:
             for key in (adapters.BASE_SECTION, "peft"):
                 config.pop(key, None)
         return config
 
     @contextlib.contextmanager
-    def tensors(self, base: "Source | None" = None) -> Iterator[TensorSource]:
-        """The weights; all ranks enter it together. Adapters are merged with `base` (None: the one
-        that they name).
+    def tensors(self) -> Iterator[TensorSource]:
+        """The weights, adapters merged with the base that they name; all ranks enter it together.
 
         Raises:
-            UserError: no weights that load; the base is absent or another model; `base` is given,
-                but the checkpoint holds no adapters.
+            UserError: no weights that load, or the base is absent or another model.
         """
-        with self.opened(base) as (_config, _named, _own, weights):
+        with self.opened() as (_config, _named, _own, weights):
             yield weights
 
     @contextlib.contextmanager
@@ -107,8 +104,11 @@ class Source(PathLike[str]):
         self, base: "Source | None" = None, is_merged: bool = True
     ) -> Iterator[tuple[DictConfig, adapters.Base | None, TensorSource, TensorSource]]:
         """`stored_config`, the base of adapters (None: there are none), `own_tensors` and
-        `tensors`; entered and raises as `tensors`. Without `is_merged` a base is read, and the
-        last are merged, if it is given.
+        `tensors`; all ranks enter it together. `base`: to take for the one that adapters name.
+        Without `is_merged` it is read, and the last are merged, if it is given.
+
+        Raises:
+            UserError: as `tensors`; or `base` is given, but the checkpoint holds no adapters.
         """
         model = None if base is None else base.config()
         config = self.stored_config(model)

@@ -6,7 +6,6 @@ Megatron-LM; one tensor in memory at a time. And what a checkpoint holds.
 
 import argparse
 import contextlib
-import dataclasses
 import functools
 import json
 import math
@@ -27,6 +26,7 @@ from nemo_aligner.checkpoint import (
     forms,
     megatron,
     nemo_archive,
+    stored_weights,
 )
 from nemo_aligner.checkpoint.dist_ckpt import Chunk
 from nemo_aligner.checkpoint.file_references import OUTSIDE
@@ -34,13 +34,7 @@ from nemo_aligner.checkpoint.folders import replaced_folder
 from nemo_aligner.checkpoint.hugging_face import peft, reading, writing
 from nemo_aligner.checkpoint.hugging_face.architecture import TABLES
 from nemo_aligner.checkpoint.sources import Source, open_source
-from nemo_aligner.checkpoint.stored_weights import (
-    Slice,
-    TensorSource,
-    distinct,
-    pieces,
-    stored_dtype,
-)
+from nemo_aligner.checkpoint.stored_weights import Slice, TensorSource
 from nemo_aligner.config.defaults import complete_model
 from nemo_aligner.config.parallel_rules import pad_vocab_size
 from nemo_aligner.config.schema import ARCHITECTURE_KEYS
@@ -161,8 +155,10 @@ def _parts_of(weights: TensorSource, options: Options) -> dict[Chunk, Slice]:
     """What is written, by layers and experts in order, and the part that it is read from."""
     found: dict[Chunk, Slice] = {}
     shapes = weights.shapes()
-    dtype_of = functools.cache(lambda key: DTYPES.get(options.dtype) or stored_dtype(weights, key))
-    for key, index in pieces(weights):
+    dtype_of = functools.cache(
+        lambda key: DTYPES.get(options.dtype) or stored_weights.stored_dtype(weights, key)
+    )
+    for key, index in stored_weights.pieces(weights):
         shape = shapes[key]
         rest = shape[len(index) :]
         offset, size = (*index, *(0 for _ in rest)), (*(1 for _ in index), *rest)
@@ -265,11 +261,10 @@ def to_megatron(source: Path, target: Path, options: Options) -> str:
         parts: dict[Chunk, tuple[Chunk, Slice]] = {}  # of Megatron-LM -> own, and where it is
         for own, part in _parts_of(weights, options).items():
             megatron.check_place(own.key, source)
-            chunk = dataclasses.replace(own, key=own.key.removeprefix("model."))
+            name, shape, size = own.key.removeprefix("model."), own.shape, own.size
             if own.key in TABLES:
-                size = (padded, own.shape[1])
-                chunk = dataclasses.replace(chunk, shape=size, size=size)
-            parts[chunk] = own, part
+                shape = size = (padded, own.shape[1])
+            parts[Chunk(name, shape, own.offset, size, own.dtype)] = own, part
         total = sum(map(_nbytes, parts))
         with options.bar(total) as bar, replaced_folder(target) as folder:
 
@@ -326,8 +321,11 @@ def info(path: Path) -> dict[str, Any]:
         known = {name: tuning[name] for name in names if name in tuning}
         found["adapters"] = known | {"base": base.path, "base_checksum": base.checksum}
     with opened as weights:
-        shapes = {key: weights.shapes()[key] for key in distinct(weights.shapes())}
-        dtypes = {key: str(stored_dtype(weights, key)).removeprefix("torch.") for key in shapes}
+        shapes = {key: weights.shapes()[key] for key in stored_weights.distinct(weights.shapes())}
+        dtypes = {
+            key: str(stored_weights.stored_dtype(weights, key)).removeprefix("torch.")
+            for key in shapes
+        }
     return found | {
         "parameters": sum(map(math.prod, shapes.values())),
         "tensors": {

@@ -19,14 +19,8 @@ from typing import Any
 
 from torch import Tensor
 
-from nemo_aligner.checkpoint.stored_weights import (
-    LAYERS,
-    Heads,
-    heads_of,
-    is_gated,
-    is_stacked,
-    unnumbered,
-)
+from nemo_aligner.checkpoint import stored_weights
+from nemo_aligner.checkpoint.stored_weights import Heads
 from nemo_aligner.config.defaults import complete_model
 from nemo_aligner.config.schema import ARCHITECTURE_KEYS
 from nemo_aligner.config.values import plain_dict
@@ -49,11 +43,10 @@ class Rule:
     Args:
         names: of the tensors of Hugging Face.
         transposed: whether Hugging Face stores the matrices transposed (GPT-2 does).
-        beside: the tensor that a layer must have for the rule to apply; None: it applies.
     """
 
-    def __init__(self, *names: str, transposed: bool = False, beside: str | None = None):
-        self.names, self.transposed, self.beside = names, transposed, beside
+    def __init__(self, *names: str, transposed: bool = False):
+        self.names, self.transposed = names, transposed
 
     def runs(self, rows: int, heads: Heads) -> list[Run]:
         """The runs of a tensor of Megatron Core with `rows` rows, in its order."""
@@ -125,12 +118,9 @@ NOT_COMPARED = frozenset(
     hidden_dropout attention_dropout moe_router_load_balancing_type reward_model_type use_avg_pool
     encoder_seq_length qkv_bias bias_activation_fusion openai_gelu pad_token_id""".split()
 )
-_ROPE_KEYS = (
-    "rotary_percentage",
-    "rotary_interleaved",
-    "seq_len_interpolation_factor",
-    "scale_positional_embedding",
-    "scale_factor",
+_ROPE_KEYS = tuple(
+    """rotary_percentage rotary_interleaved seq_len_interpolation_factor scale_positional_embedding
+    scale_factor""".split()
 )
 
 
@@ -349,15 +339,15 @@ class Layout:
         self.outside = dict(architecture.outside)
         if keys.get("output_sequence"):
             self.outside[HEAD] = Rule(architecture.token_head)
-        self.heads = heads_of(keys)
+        self.heads = stored_weights.heads_of(keys)
         self.layers = int(keys["num_layers"])
         self.experts = int(keys.get("num_moe_experts") or 0)
         self.keys = keys
-        # Names but for `weight` or `bias`, with their rules, and whether they are a layer's.
-        self.rules = [
-            *((PREFIX + name, rule, False) for name, rule in self.outside.items()),
-            *((LAYERS + name, rule, True) for name, rule in architecture.layer.items()),
-        ]
+        # By names but for `weight` or `bias`.
+        self.rules = {PREFIX + name: rule for name, rule in self.outside.items()}
+        self.rules |= {
+            stored_weights.LAYERS + name: rule for name, rule in architecture.layer.items()
+        }
 
     def sizes(self) -> dict[str, tuple[int, int]]:
         """Rows and columns of the matrices, or of each expert's, by the complete keys."""
@@ -366,7 +356,7 @@ class Layout:
         queries = heads.groups * heads.queries * heads.size
         ffn = int(keys["ffn_hidden_size"] or 4 * hidden)
         expert = int(keys.get("moe_ffn_hidden_size") or 0)
-        parts = 2 if is_gated(keys) else 1
+        parts = 2 if stored_weights.is_gated(keys) else 1
         return {
             "embedding.word_embeddings.": (vocab, hidden),
             "output_layer.": (vocab, hidden),
@@ -382,14 +372,12 @@ class Layout:
         """How `key` is made, with whole names, or None; `index`: the layer, if not in the key, and
         the expert.
         """
-        name, layer = unnumbered(key)
-        if index and is_stacked(key):
+        name, layer = stored_weights.unnumbered(key)
+        if index and stored_weights.is_stacked(key):
             layer, index = index[0], index[1:]
-        for stem, rule, _in_layer in self.rules:
-            kind = name.removeprefix(stem)
-            if name.startswith(stem) and kind in KINDS:
-                return self.named(rule, kind, layer, *index[:1])
-        return None
+        kind = KINDS[name.endswith(KINDS[1])]
+        rule = self.rules.get(name.removesuffix(kind))
+        return None if rule is None else self.named(rule, kind, layer, *index[:1])
 
     def named(
         self, rule: Rule, kind: str, layer: int | None = None, expert: int | None = None
@@ -404,5 +392,4 @@ class Layout:
                 return template[1:] + kind
             return (before + template + kind).format(layer=layer, expert=expert)
 
-        beside = None if rule.beside is None else whole(rule.beside)
-        return type(rule)(*map(whole, rule.names), transposed=rule.transposed, beside=beside)
+        return type(rule)(*map(whole, rule.names), transposed=rule.transposed)

@@ -6,16 +6,13 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from nemo_aligner.checkpoint.hugging_face import architecture as hf
 from nemo_aligner.checkpoint.hugging_face.architecture import (
     Architecture,
     Attention,
     Part,
     Rule,
     Unsupported,
-    expert_layers,
-    hugging_face_config,
-    layers_without_rotation,
-    windowed_layers,
 )
 from nemo_aligner.checkpoint.stored_weights import heads_of
 from nemo_aligner.config.values import is_number
@@ -202,12 +199,12 @@ def _window_keys(config: Config) -> dict[str, Any]:
 
 
 def _window_config(keys: Config) -> dict[str, Any]:
-    layers = windowed_layers(keys)
+    layers = hf.windowed_layers(keys)
     return {"sliding_window": int(keys["window_size"][0]) + 1 if any(layers) else None}
 
 
 def _layer_windows_config(keys: Config) -> dict[str, Any]:
-    layers = windowed_layers(keys) or [0] * int(keys["num_layers"])
+    layers = hf.windowed_layers(keys) or [0] * int(keys["num_layers"])
     return _window_config(keys) | {"layer_types": [_LAYER_TYPES[each] for each in layers]}
 
 
@@ -222,7 +219,7 @@ def _switched_window_keys(config: Config) -> dict[str, Any]:
 
 
 def _switched_window_config(keys: Config) -> dict[str, Any]:
-    layers = windowed_layers(keys)
+    layers = hf.windowed_layers(keys)
     if not any(layers):
         return {"use_sliding_window": False}
     switch = {"use_sliding_window": True, "max_window_layers": layers.index(1)}
@@ -253,7 +250,7 @@ ALL_WINDOWS = Part(
     lambda config: _window_keys(
         {"sliding_window": config.get("use_sliding_window") and config.get("sliding_window")}
     ),
-    lambda keys: _window_config(keys) | {"use_sliding_window": any(windowed_layers(keys))},
+    lambda keys: _window_config(keys) | {"use_sliding_window": any(hf.windowed_layers(keys))},
 )
 
 
@@ -274,7 +271,7 @@ def _expert_layers_keys(config: Config) -> dict[str, Any]:
 def _expert_layers_config(keys: Config) -> dict[str, Any]:
     if not keys["num_moe_experts"]:
         return {}
-    dense = [layer for layer, experts in enumerate(expert_layers(keys)) if not experts]
+    dense = [layer for layer, experts in enumerate(hf.expert_layers(keys)) if not experts]
     return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
 
 
@@ -308,7 +305,7 @@ ROTATED_LAYERS = Part(
     lambda keys: {
         "no_rope_layers": [
             1 - left_out
-            for left_out in layers_without_rotation(keys) or [0] * int(keys["num_layers"])
+            for left_out in hf.layers_without_rotation(keys) or [0] * int(keys["num_layers"])
         ]
     },
 )
@@ -372,8 +369,7 @@ EXPERTS: dict[str, Rule] = {
     "mlp.router.": Rule("mlp.gate."),
     "mlp.experts.experts.linear_fc1.": Rule(_EXPERT + "gate_proj.", _EXPERT + "up_proj."),
     "mlp.experts.experts.linear_fc2.": Rule(_EXPERT + "down_proj."),
-    "pre_mlp_layernorm.": Rule("post_attention_layernorm.", beside="mlp.gate."),
-    "mlp.linear_fc1.layer_norm_": Rule("post_attention_layernorm.", beside="mlp.down_proj."),
+    "pre_mlp_layernorm.": Rule("post_attention_layernorm."),
 }
 
 # --- tables ---
@@ -696,7 +692,7 @@ def expressing(keys: Mapping[str, Any]) -> Iterator[tuple[Architecture, dict[str
     reasons = []
     for architecture in ARCHITECTURES.values():
         try:
-            config = hugging_face_config(architecture, keys)
+            config = hf.hugging_face_config(architecture, keys)
         except Unsupported as error:
             reasons.append(str(error))
         else:

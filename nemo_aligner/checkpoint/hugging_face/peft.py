@@ -31,7 +31,7 @@ from nemo_aligner.checkpoint.hugging_face import architecture as hf
 from nemo_aligner.checkpoint.hugging_face import writing
 from nemo_aligner.checkpoint.hugging_face.architectures import ARCHITECTURES, expressing
 from nemo_aligner.checkpoint.hugging_face.reading import ORIGIN, Tensors, head_keys, read_json
-from nemo_aligner.checkpoint.stored_weights import Slice, TensorSource
+from nemo_aligner.checkpoint.stored_weights import Slice, TensorSource, whole_tensor
 from nemo_aligner.config.defaults import complete_model
 from nemo_aligner.config.peft_rules import LORA, TARGET_GROUPS, TARGETS, LoRASettings
 from nemo_aligner.config.values import is_number, plain_dict
@@ -336,7 +336,7 @@ class PeftTensors:
     """
 
     def __init__(self, path: Path, model: DictConfig):
-        self.path = path
+        self.path, self.place = path, path / WEIGHTS_FILE
         self.config = read_config(path)
         self.file = file_tensors(path)
         first = [name for name in self.file.shapes() if name.endswith("." + A)]
@@ -374,7 +374,7 @@ class PeftTensors:
             shape, hidden = self.file.shapes()[name], int(self.modules.keys["hidden_size"])
             if shape[1:] not in ((hidden,), ()) or not shape:
                 raise UserError(
-                    f"{self.path / WEIGHTS_FILE}: {name} of shape {shape} is no head of a model "
+                    f"{self.place}: {name} of shape {shape} is no head of a model "
                     f"of width {hidden}; it belongs to another model."
                 )
         return found
@@ -389,7 +389,8 @@ class PeftTensors:
     def _find_adapters(self) -> dict[str, None]:
         """The modules with adapters, in order."""
         found: dict[str, None] = {}
-        for name in self.file.shapes():
+        shapes = self.file.shapes()
+        for name in shapes:
             if name in self._heads.values():
                 continue
             module = name.removeprefix(NAME_PREFIX).removesuffix("." + A).removesuffix("." + B)
@@ -398,35 +399,31 @@ class PeftTensors:
                 there = sorted({self.modules.short_name(w, index) for w, index, _ in places})
                 layout = self.modules.layout
                 raise hf.Unsupported(
-                    f"{self.path / WEIGHTS_FILE} holds {name!r}, which has no place in a model of "
+                    f"{self.place} holds {name!r}, which has no place in a model of "
                     f"{layout.architecture.model_type} with {layout.layers} layers; adapters are "
                     f"those (lora_A, lora_B) of {', '.join(there)}. {REMEDY}"
                 )
-            self._check_shapes(module)
             found[module] = None
-        if not found:
-            raise UserError(f"{self.path / WEIGHTS_FILE} holds no adapters.")
-        return found
-
-    def _check_shapes(self, module: str) -> None:
-        weight, index, _layer = self.modules.places[module]
-        shapes, stem = self.file.shapes(), f"{NAME_PREFIX}{module}."
-        for one, other in ((A, B), (B, A)):
-            if stem + one not in shapes:
+            weight, index, _layer = self.modules.places[module]
+            stem = f"{NAME_PREFIX}{module}."
+            for one, other in ((A, B), (B, A)):
+                if stem + one not in shapes:
+                    raise UserError(
+                        f"{self.place} holds {stem + other!r} but not {stem + one!r}; copy it "
+                        "again."
+                    )
+            a, b, rank = shapes[stem + A], shapes[stem + B], self.config.rank_for(module)
+            rows = self.modules.rows(weight)[weight.rule.names[index]]
+            if a != (rank, weight.columns) or b != (rows, rank):
                 raise UserError(
-                    f"{self.path / WEIGHTS_FILE} holds {stem + other!r} but not "
-                    f"{stem + one!r}; copy it again."
+                    f"{self.place}: {stem}lora_A and lora_B have the shapes {a} and {b}, but with "
+                    f"the rank {rank} of {PEFT_CONFIG} and the base's weight of shape ({rows}, "
+                    f"{weight.columns}) they would have ({rank}, {weight.columns}) and ({rows}, "
+                    f"{rank}); they belong to another model."
                 )
-        a, b = shapes[stem + A], shapes[stem + B]
-        rows = self.modules.rows(weight)[weight.rule.names[index]]
-        rank = self.config.rank_for(module)
-        if a != (rank, weight.columns) or b != (rows, rank):
-            raise UserError(
-                f"{self.path / WEIGHTS_FILE}: {stem}lora_A and lora_B have the shapes {a} and "
-                f"{b}, but with the rank {rank} of {PEFT_CONFIG} and the base's "
-                f"weight of shape ({rows}, {weight.columns}) they would have "
-                f"({rank}, {weight.columns}) and ({rows}, {rank}); they belong to another model."
-            )
+        if not found:
+            raise UserError(f"{self.place} holds no adapters.")
+        return found
 
     def _check_complete(self) -> None:
         """`UserError` if a listed module lacks adapters in a layer."""
@@ -439,7 +436,7 @@ class PeftTensors:
                 module = self.modules.name(weight, index, layer)
                 if module not in self._found:
                     raise UserError(
-                        f"{self.path / WEIGHTS_FILE} lacks the adapter of {module!r}, which "
+                        f"{self.place} lacks the adapter of {module!r}, which "
                         f"target_modules in {PEFT_CONFIG} lists; copy it again, or it was trained "
                         f"on a model with another number of layers than {count}."
                     )
@@ -469,8 +466,31 @@ class PeftTensors:
     def read(self, key: str, part: Slice) -> Tensor:
         if not is_adapter(key):
             return self.file.read(self._heads[key], part)
-        whole = self._a if key.endswith(".a") else self._b
-        return whole(*self._places[key])[part]
+        weight, layer = self._places[key]
+        is_a, names, dim = key.endswith(".a"), weight.rule.names, self.settings.dim
+        stored: dict[str, Tensor] = {}
+        for index, name in enumerate(names):
+            module = self.modules.name(weight, index, layer)
+            if module in self._found:
+                whole = f"{NAME_PREFIX}{module}.{A if is_a else B}"
+                stored[name] = whole_tensor(self.file, whole)
+                scale = self.config.alpha_for(module) / self.config.rank_for(module)
+                factor = scale / self.settings.scale  # all adapters have one scale here
+                if not is_a and factor != 1:
+                    stored[name] = stored[name].float() * factor
+        if is_a:  # [blocks * dim, columns]
+            result = torch.zeros(self._blocks(weight), dim, weight.columns, dtype=self.dtype)
+            for block, name in zip(result, (*names, names[-1])):
+                if name in stored:
+                    block[: len(stored[name])] = stored[name]
+            return result.flatten(0, 1)[part]
+        result = torch.zeros(weight.rows, dim, dtype=self.dtype)  # in the order of Megatron Core
+        runs = weight.rule.runs(weight.rows, self.modules.layout.heads)
+        for run, theirs, own in hf.within(runs, slice(0, weight.rows)):
+            if run.name in stored:
+                values = stored[run.name][theirs]
+                result[own, : values.shape[1]] = values
+        return result[part]
 
     def _blocks(self, weight: Weight) -> int:
         """The number of A's of an adapter here: GLM has one for gate and partner, but one each for
@@ -478,37 +498,6 @@ class PeftTensors:
         """
         gated = weight.target == "mlp_fc1" and stored_weights.is_gated(self.modules.keys)
         return 2 if gated and self.modules.separate else len(weight.rule.names)
-
-    def _a(self, weight: Weight, layer: int) -> Tensor:
-        """`[blocks * dim, columns]`."""
-        result = torch.zeros(
-            self._blocks(weight), self.settings.dim, weight.columns, dtype=self.dtype
-        )
-        for index, block in enumerate(result):
-            index = min(index, len(weight.rule.names) - 1)
-            module = self.modules.name(weight, index, layer)
-            if module in self._found:
-                values = stored_weights.whole_tensor(self.file, f"{NAME_PREFIX}{module}.{A}")
-                block[: len(values)] = values
-        return result.flatten(0, 1)
-
-    def _b(self, weight: Weight, layer: int) -> Tensor:
-        """`[rows, dim]`, in the order of Megatron Core."""
-        result = torch.zeros(weight.rows, self.settings.dim, dtype=self.dtype)
-        stored: dict[str, Tensor] = {}
-        for index, name in enumerate(weight.rule.names):
-            module = self.modules.name(weight, index, layer)
-            if module in self._found:
-                values = stored_weights.whole_tensor(self.file, f"{NAME_PREFIX}{module}.{B}")
-                scale = self.config.alpha_for(module) / self.config.rank_for(module)
-                factor = scale / self.settings.scale  # all adapters have one scale here
-                stored[name] = values if factor == 1 else values.float() * factor
-        runs = weight.rule.runs(weight.rows, self.modules.layout.heads)
-        for run, theirs, own in hf.within(runs, slice(0, weight.rows)):
-            if run.name in stored:
-                values = stored[run.name][theirs]
-                result[own, : values.shape[1]] = values
-        return result
 
 
 # --- writing ---
@@ -540,9 +529,7 @@ def write_folder(
     heads = [] if role == hf.CAUSAL_LM else [modules.head("").rstrip(".").rpartition(".")[2]]
     for kind in hf.KINDS if heads else ():
         if hf.HEAD_KEY + kind in source.shapes() and hf.HEAD + kind not in skipped:
-            tensors[NAME_PREFIX + modules.head(kind)] = stored_weights.whole_tensor(
-                source, hf.HEAD_KEY + kind
-            )
+            tensors[NAME_PREFIX + modules.head(kind)] = whole_tensor(source, hf.HEAD_KEY + kind)
     layers, alpha = settings.layers, settings.alpha
     alpha = int(alpha) if float(alpha).is_integer() else alpha
     config = {
@@ -585,10 +572,16 @@ def _adapters(
         stored = next((each for each in keys if {*each} <= source.shapes().keys()), None)
         if stored is None:
             raise UserError(f"the checkpoint lacks {keys[0][0]}, an adapter; copy it again.")
-        pairs = _pairs(
-            modules, weight, settings, *(stored_weights.whole_tensor(source, k) for k in stored)
-        )
-        for index, (a, b) in enumerate(pairs):
+        a, b = (
+            whole_tensor(source, key) for key in stored
+        )  # [dim or blocks * dim, in], [out, dim]
+        canonical, count = settings.variant == "canonical", len(weight.rule.names)
+        if canonical and count == 1:  # several projections may be one module
+            b = expanded(b, TARGETS[weight.target] + ".", modules.keys)
+        blocks_of_a = a.chunk(count) if canonical else [a] * count
+        rows = {name: b.new_empty(n, b.shape[1]) for name, n in modules.rows(weight).items()}
+        hf.spread(weight.rule.runs(weight.rows, modules.layout.heads), b, rows)
+        for index, (a, b) in enumerate(zip(blocks_of_a, rows.values(), strict=True)):
             name = modules.short_name(weight, index)
             stem = f"{NAME_PREFIX}{modules.name(weight, index, layer - 1)}."
             found.setdefault(name, {}).update({stem + A: a, stem + B: b})
@@ -598,16 +591,3 @@ def _adapters(
     used = used or list(found)  # adapters that do nothing are adapters all the same
     tensors = {name: tensor for each in used for name, tensor in found[each].items()}
     return tensors, used, wide
-
-
-def _pairs(
-    modules: Modules, weight: Weight, settings: LoRASettings, a: Tensor, b: Tensor
-) -> list[tuple[Tensor, Tensor]]:
-    """A and B of each module of a weight, from `[dim or blocks * dim, in]` and `[out, dim]`."""
-    canonical, count = settings.variant == "canonical", len(weight.rule.names)
-    if canonical and count == 1:  # several projections may be one module
-        b = expanded(b, TARGETS[weight.target] + ".", modules.keys)
-    blocks_of_a = a.chunk(count) if canonical else [a] * count
-    rows = {name: b.new_empty(n, b.shape[1]) for name, n in modules.rows(weight).items()}
-    hf.spread(weight.rule.runs(weight.rows, modules.layout.heads), b, rows)
-    return list(zip(blocks_of_a, rows.values(), strict=True))

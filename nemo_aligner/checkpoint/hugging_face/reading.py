@@ -165,21 +165,19 @@ class FolderWeights:
                 f"{path} lacks {lacking[0]!r} of a model with the keys of its config.json; copy "
                 "it again."
             )
-        if tied and hf.TABLES[1] in self._shapes:
-            self._check_tied(*hf.TABLES)
-
-    def _check_tied(self, table: str, output_layer: str) -> None:
-        """Drop the output layer; `UserError` if it is not the table that it is tied to."""
-        rows = self._shapes[output_layer][0]
+        if not tied or hf.TABLES[1] not in self._shapes:
+            return
+        rows = self._shapes[hf.TABLES[1]][0]
         for start in (0, max(rows - _COMPARED_ROWS, 0)):
             part: Slice = (slice(start, min(start + _COMPARED_ROWS, rows)), slice(None))
-            if not torch.equal(self.read(output_layer, part), self.read(table, part)):
+            table, output_layer = (self.read(key, part) for key in hf.TABLES)
+            if not torch.equal(table, output_layer):
                 raise UserError(
-                    f"{self.path} has an lm_head.weight that differs from its embeddings, but "
+                    f"{path} has an lm_head.weight that differs from its embeddings, but "
                     "config.json says tie_word_embeddings=true; set it to false there if the "
                     "output layer counts."
                 )
-        del self._shapes[output_layer]
+        del self._shapes[hf.TABLES[1]]
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return self._shapes
@@ -192,19 +190,21 @@ class FolderWeights:
         used, lacking = set[str](), list[str]()
         layout, sizes = self.layout, self.layout.sizes()
         has_experts = hf.expert_layers(self.keys) if layout.experts else [0] * layout.layers
-        for stem, rule, in_layer in layout.rules:
+        for stem, rule in layout.rules.items():
+            in_layer = stem.startswith(stored_weights.LAYERS)
             name = stem.removeprefix(stored_weights.LAYERS if in_layer else hf.PREFIX)
             experts = layout.experts if "{expert}" in rule.names[0] else 0
             kinds = [kind for kind in hf.KINDS if kind == "weight" or self._has_bias(stem)]
             layers = range(layout.layers) if in_layer else (None,)
             for kind, layer in itertools.product(kinds, layers):
+                if layer is not None and name.startswith(
+                    _WITH_MLP if has_experts[layer] else _WITH_EXPERTS
+                ):
+                    continue
                 each = [layout.named(rule, kind, layer, n) for n in range(experts) or (None,)]
                 axes = 2 if kind == "weight" else 1
                 found = [self._shape(one, sizes.get(name, ())[:axes]) for one in each]
-                unneeded = absent
-                if layer is not None:
-                    unneeded = _WITH_MLP if has_experts[layer] else _WITH_EXPERTS
-                needed = kind == "weight" and rule.beside is None and not name.startswith(unneeded)
+                needed = kind == "weight" and not name.startswith(absent)
                 for one, shape in zip(each, found, strict=True):
                     if shape is not None:
                         used |= {*one.names}
@@ -226,8 +226,6 @@ class FolderWeights:
 
     def _shape(self, rule: hf.Rule, size: tuple[int, ...]) -> tuple[int, ...] | None:
         """Of the weight, `size` if that is known; None: the folder has no part of it."""
-        if rule.beside is not None and rule.beside not in self._names:
-            return None
         shapes = self.tensors.shapes()
         stored = {name: shapes[self._names[name]] for name in rule.names if name in self._names}
         if not stored:

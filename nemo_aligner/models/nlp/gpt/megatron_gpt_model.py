@@ -48,7 +48,7 @@ from nemo_aligner.models.nlp.gpt.megatron_layers import (
 )
 from nemo_aligner.models.nlp.gpt.tokenizers import build_tokenizer
 from nemo_aligner.parallel import parallel_state
-from nemo_aligner.parallel.collectives import all_reduce, sum_over_dp
+from nemo_aligner.parallel.collectives import sum_over_dp
 from nemo_aligner.parallel.device import get_device
 from nemo_aligner.parallel.environment import is_rank_zero
 from nemo_aligner.training.megatron_steps import Batch, forward_backward
@@ -413,12 +413,8 @@ class MegatronGPTModel(RetiredHooks, ModelPT):
 
     def checksum_of_base(self) -> str:
         """Checksum of the weights without adapters, at any split the same; all ranks call it."""
-
-        def add_over_ranks(tensor: Tensor) -> None:
-            tensor.copy_(all_reduce(tensor.to(get_device())))
-
         sharded = MegatronGPTModel.sharded_weights(self)  # not the adapters of a class below
-        return adapters.checksum_of_model(sharded, add_over_ranks)
+        return adapters.checksum_of_model(sharded)
 
     def load_sharded_weights(self, loaded: dict[str, dict[str, Any]], strict: bool = True) -> None:
         """Load what `dist_checkpointing.load` returned for `sharded_weights()`."""
