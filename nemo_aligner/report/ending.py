@@ -20,7 +20,7 @@ from nemo_aligner.checkpoint.folders import CHECKPOINTS, STATE_FILE, complete_ch
 from nemo_aligner.config.fields import RESTORE_KEY
 from nemo_aligner.report.elements import format_number
 from nemo_aligner.report.page import write_report
-from nemo_aligner.report.reading import alarms, read_run, what_it_learned
+from nemo_aligner.report.reading import alarms, ends_of, read_run, what_it_learned
 
 PACKAGE = Path(__file__).resolve().parents[1]
 SHARE = 0.02  # of the time of a job that writing its report takes
@@ -89,9 +89,8 @@ def last_lines(folder: Path, config_name: str, nothing_is_kept: str | None = Non
     validations = []
     for key, title in what_it_learned(job).items():
         if key.startswith("val"):
-            curve = job.series[key]
-            ends = sorted({min(curve), max(curve)})
-            values = [f"{format_number(curve[step])} (step {step})" for step in ends]
+            ends = ends_of(job.series[key])
+            values = [f"{format_number(value)} (step {step})" for step, value in ends.items()]
             validations.append(f"{title.partition(',')[0]} {' -> '.join(values)}")
     _steps, rung = alarms(job)
     place = Path(os.path.relpath(folder))
