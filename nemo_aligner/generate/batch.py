@@ -45,7 +45,16 @@ def respond(
     for prompt, ids in zip(prompts, tokens, strict=True):
         text = prompt_text(prompt)
         texts.append(policy.tokenizer.ids_to_text(ids) if text is None else text)
-    samples = samples_of(tokens, policy.seed, policy.responses_per_prompt)
+    # Seeds are those of a rollout at step 0 (`algorithms.rollouts.repeat_prompts`): more responses
+    # leave the first ones what they were.
+    count = policy.responses_per_prompt
+    first = sample_seeds(policy.seed, 0, torch.arange(len(tokens)))
+    seeds = [first] + [sample_seeds(policy.seed, n, first) for n in range(1, count)]
+    samples = [
+        Sample(number * count + n, number, ids, int(seeds[n][number]))
+        for number, ids in enumerate(tokens)
+        for n in range(count)
+    ]
     responses = generate_samples(policy, texts, samples)
     of_prompt = ("text", "prompt", *CONVERSATIONS)
     for sample, response in zip(samples, responses, strict=True):
@@ -133,19 +142,6 @@ def tokenize(policy: Policy, prompts: Sequence[Record], source: str) -> list[lis
             "there."
         )
     return tokens
-
-
-def samples_of(tokens: Sequence[list[int]], seed: int, responses_per_prompt: int) -> list[Sample]:
-    """The samples to generate, in the order of the output. Seeds are those of a rollout at step 0
-    (`algorithms.rollouts.repeat_prompts`): more responses leave the first ones what they were.
-    """
-    first = sample_seeds(seed, 0, torch.arange(len(tokens)))
-    seeds = [first] + [sample_seeds(seed, n, first) for n in range(1, responses_per_prompt)]
-    return [
-        Sample(number * responses_per_prompt + n, number, ids, int(seeds[n][number]))
-        for number, ids in enumerate(tokens)
-        for n in range(responses_per_prompt)
-    ]
 
 
 def deal(samples: Sequence[Sample], micro_batch_size: int) -> list[list[Sample]]:

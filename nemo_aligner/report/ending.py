@@ -110,15 +110,11 @@ def last_lines(folder: Path, config_name: str, nothing_is_kept: str | None = Non
         model = max(times, key=lambda path: times[path].stat().st_mtime_ns)
         rows.append(("model", model))
         target = model.with_name(f"{model.name.removesuffix('.nemo')}-hf")
-        filled = {"MODEL": str(model), "TARGET": str(target), "BASED": _word(RESTORE_KEY, model)}
+        is_plain = re.fullmatch(r"[\w./-]+", str(model), re.ASCII)  # else with quotes for Hydra
+        word = model if is_plain else QuotedString(str(model), Quote.double).with_quotes()
+        filled = {"MODEL": str(model), "TARGET": str(target), "BASED": f"{RESTORE_KEY}={word}"}
         for command in NEXT.get(config_name, USE):
             if "TARGET" not in command or not target.exists():
                 words = [shlex.quote(filled[w]) if w in filled else w for w in command.split(" ")]
                 rows.append(("next", " ".join(["nemo-aligner", *words])))
     return "\n".join(f"{name:>10}: {text}" for name, text in rows)
-
-
-def _word(key: str, path: Path) -> str:
-    """The word of a command line that sets `key`, with quotes where Hydra needs them."""
-    is_plain = re.fullmatch(r"[\w./-]+", str(path), re.ASCII)
-    return f"{key}={path if is_plain else QuotedString(str(path), Quote.double).with_quotes()}"
