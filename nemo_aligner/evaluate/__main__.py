@@ -21,7 +21,6 @@ from nemo_aligner.generate.responses import (
     read_responses,
     replaced,
     write_records,
-    write_responses,
 )
 from nemo_aligner.generate.settings import CommandParser, compose_settings
 from nemo_aligner.launch.endings import user_errors_end_the_job
@@ -173,7 +172,8 @@ def evaluate(
                 del policy  # its memory is free for the next model
                 clear_memory()
                 if is_rank_zero():
-                    write_responses(out / RESPONSES.format(number + 1), responses[number])
+                    lines = (response.line for response in responses[number])
+                    write_records(out / RESPONSES.format(number + 1), lines)
         if rm_cfg is not None:
             rewards = by.model_rewards(rm_cfg, trainer, responses)
     if not is_rank_zero():

@@ -22,14 +22,7 @@ from nemo_aligner.launch.start_up import warn_of_unsupported_versions
 from nemo_aligner.plan.jobs import JOBS, chosen_jobs, job_config, knows
 from nemo_aligner.plan.memory import PARTS, Parts, sum_of
 from nemo_aligner.plan.parameters import ONE_RANK, count_weights
-from nemo_aligner.plan.splits import (
-    Candidate,
-    JobInput,
-    Machine,
-    Planned,
-    make_plan,
-    split_keys,
-)
+from nemo_aligner.plan.splits import Candidate, JobInput, Machine, Planned, make_plan, split_keys
 from nemo_aligner.report.elements import columns
 
 Plain = dict[str, Any]  # by the names of the JSON
