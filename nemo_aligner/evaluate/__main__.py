@@ -100,27 +100,7 @@ def main(argv: list[str] | None = None) -> None:
     from nemo_aligner.config.checks import check_config
 
     policies = [source for source in sources if not source.endswith((".jsonl", ".json"))]
-    given = [Path(source).resolve() for source in sources if source not in policies]
-    for number, source in enumerate(sources, start=1):
-        place = Path(args.out) / RESPONSES.format(number)
-        if source in policies and place.resolve() in given:
-            raise UserError(f"{place} is a source and would be replaced; give another --out.")
-        is_there = source not in policies or Path(source).expanduser().exists()
-        if not is_there and hub_folder(source, "the policy") is None:
-            raise UserError(
-                f"{source} does not exist; name a policy (a .nemo file or folder, or the folder "
-                "of a job) or a .jsonl file of responses that nemo-aligner generate wrote."
-            )
-    if policies and args.prompts is None:
-        raise UserError(
-            f"{policies[0]} is a policy, so --prompts FILE must give the prompts that it is to "
-            "respond to."
-        )
-    if args.prompts is not None and not policies:
-        raise UserError(
-            f"--prompts {args.prompts} is not used: {' and '.join(sources)} hold responses "
-            "already; leave it out."
-        )
+    check_sources(sources, policies, args)
     prompts = read_prompts(args.prompts) if policies else []
     check_writable(Path(args.out) / "evaluation.html")
     check_config(cfg, "evaluate")
@@ -201,6 +181,35 @@ def evaluate(
     )
     write_records(out / "scores.jsonl", (score | line | score for line, score in own))
     print(f"{out / 'evaluation.html'}, metrics.json, scores.jsonl")
+
+
+def check_sources(
+    sources: Sequence[str], policies: Sequence[str], args: argparse.Namespace
+) -> None:
+    """`UserError`: a source does not exist or would be replaced by a policy's responses, or
+    prompts are missing or not needed.
+    """
+    given = [Path(source).resolve() for source in sources if source not in policies]
+    for number, source in enumerate(sources, start=1):
+        place = Path(args.out) / RESPONSES.format(number)
+        if source in policies and place.resolve() in given:
+            raise UserError(f"{place} is a source and would be replaced; give another --out.")
+        is_there = source not in policies or Path(source).expanduser().exists()
+        if not is_there and hub_folder(source, "the policy") is None:
+            raise UserError(
+                f"{source} does not exist; name a policy (a .nemo file or folder, or the folder "
+                "of a job) or a .jsonl file of responses that nemo-aligner generate wrote."
+            )
+    if policies and args.prompts is None:
+        raise UserError(
+            f"{policies[0]} is a policy, so --prompts FILE must give the prompts that it is to "
+            "respond to."
+        )
+    if args.prompts is not None and not policies:
+        raise UserError(
+            f"--prompts {args.prompts} is not used: {' and '.join(sources)} hold responses "
+            "already; leave it out."
+        )
 
 
 if __name__ == "__main__":
