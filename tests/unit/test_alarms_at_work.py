@@ -17,7 +17,6 @@ from nemo_aligner.launch.model_loading import load_from_nemo
 from nemo_aligner.models.nlp.gpt.megatron_gpt_critic import MegatronGPTCriticModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_policy import MegatronGPTActorModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRewardModel
-from nemo_aligner.servers import validation
 from tests.ppo_fakes import FakeLogger, make_trainer
 from tests.tiny_models import PPO, tiny_config
 

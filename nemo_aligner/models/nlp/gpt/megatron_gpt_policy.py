@@ -204,8 +204,10 @@ class MegatronGPTPolicyModel(LogProbsMixin, AlignableGenerativeInterface):
         return batch["text"], batch["length"], seeds, *records
 
     def _params(self, batch: InferenceBatch) -> GenerationParams:
-        wanted = bool(batch.get("return_logprobs"))
-        return dataclasses.replace(self.generation_params, return_logprobs=wanted)
+        params, wanted = self.generation_params, bool(batch.get("return_logprobs"))
+        if params.return_logprobs == wanted:
+            return params
+        return dataclasses.replace(params, return_logprobs=wanted)
 
     def _seeds_of_prompts(self, prompts: Tensor, lengths: Tensor) -> Tensor:
         """int64 `[B]`: a polynomial hash (mod 2^61 - 1) of a prompt, mixed with `model.seed`."""
