@@ -66,11 +66,8 @@ class DecodingModel:
             if chunk.pre_process:
                 hidden = chunk.embedding(tokens, which.positions.expand(samples, -1))
             else:
-                shape, dtype = (
-                    (width, samples, chunk.config.hidden_size),
-                    chunk.config.pipeline_dtype,
-                )
-                hidden = torch.empty(shape, dtype=dtype, device=tokens.device)
+                config, shape = chunk.config, (width, samples, chunk.config.hidden_size)
+                hidden = torch.empty(shape, dtype=config.pipeline_dtype, device=tokens.device)
                 torch.distributed.recv(hidden, src=ranks[stage - 1], group=group)
             for layer in layers:
                 hidden = layer(hidden, rotate[layer.local], which)
@@ -114,25 +111,20 @@ class _Layer:
         self.mlp = _mlp(layer.mlp, group)
 
     def __call__(self, hidden: Tensor, rotate: "_Function | None", which: Pass) -> Tensor:
-        normed = self.input_norm(hidden)
-        mixed = self._queries_keys_values(normed)
-        if rotate is not None and self.rotated:
-            mixed = rotate(mixed)
-        hidden = hidden + self.projection(which.attend(mixed, self.how))
-        return hidden + self.mlp(normed if self.mlp_norm is None else self.mlp_norm(hidden))
-
-    def _queries_keys_values(self, hidden: Tensor) -> Tensor:
-        """Of each group its queries, its key, its value: `[s, b, ng, np / ng + 2, hn]`."""
-        attention = self.attention
+        normed, attention = self.input_norm(hidden), self.attention
         groups = attention.num_query_groups_per_partition
         heads = attention.num_attention_heads_per_partition // groups
         channels = attention.hidden_size_per_attention_head
-        mixed = self.qkv(hidden).view(*hidden.shape[:2], groups, heads + 2, channels)
+        # Of each group its queries, its key, its value: `[s, b, ng, np / ng + 2, hn]`.
+        mixed = self.qkv(normed).view(*normed.shape[:2], groups, heads + 2, channels)
         if attention.q_layernorm is not None:
             query, key, value = mixed.split([heads, 1, 1], dim=3)
             query, key = self.query_norm(query), self.key_norm(key)
             mixed = torch.cat([query, key, value], dim=3)
-        return mixed
+        if rotate is not None and self.rotated:
+            mixed = rotate(mixed)
+        hidden = hidden + self.projection(which.attend(mixed, self.how))
+        return hidden + self.mlp(normed if self.mlp_norm is None else self.mlp_norm(hidden))
 
 
 class _Rotation:
@@ -288,13 +280,11 @@ def _mlp(module: Any, group: ProcessGroup) -> _Function:
 
     def gated(x: Tensor) -> Tensor:
         gate, linear = first(x).chunk(2, dim=-1)
+        if config.bias_activation_fusion:  # as the kernel of training rounds
+            return second(activation(gate.float()).mul_(linear).to(x.dtype))
         return second(activation(gate).mul_(linear))
 
-    def gated_at_once(x: Tensor) -> Tensor:  # as the kernel of training rounds
-        gate, linear = first(x).chunk(2, dim=-1)
-        return second(activation(gate.float()).mul_(linear).to(x.dtype))
-
-    return gated_at_once if config.bias_activation_fusion else gated
+    return gated
 
 
 class StepGraphs:

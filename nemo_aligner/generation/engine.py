@@ -7,6 +7,7 @@ vocabulary.
 """
 
 import contextlib
+import functools
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -90,11 +91,10 @@ class MegatronGenerator:
         self.tokenizer = tokenizer
         self.vocab_size = tokenizer.vocab_size
         self.max_sequence_length = max_sequence_length
-        for module in unwrap_model(self.model):
-            if module.position_embedding_type == "learned_absolute":
-                longest = min(self.max_sequence_length, module.max_sequence_length)
-                self.max_sequence_length = longest
-        self._end_conditions: dict[tuple[str, ...], EndConditions] = {}
+        first = unwrap_model(self.model)[0]
+        if first.position_embedding_type == "learned_absolute":
+            self.max_sequence_length = min(max_sequence_length, first.max_sequence_length)
+        self.end_conditions = functools.cache(partial(EndConditions, tokenizer))
 
     @torch.no_grad()
     def generate(
@@ -255,12 +255,6 @@ class MegatronGenerator:
             logging.info(f"decoding steps run {'as CUDA graphs' if wanted else 'eagerly'}{reason}")
         return StepGraphs(wanted, required=self.cuda_graphs is True)
 
-    def end_conditions_of(self, params: GenerationParams) -> EndConditions:
-        strings, known = params.end_strings, self._end_conditions
-        if strings not in known:
-            known[strings] = EndConditions(self.tokenizer, strings)
-        return known[strings]
-
     def _checked(self, inputs: Prompts) -> Prompts:
         prompts, lengths, *_ = inputs
         shortest, longest = int(lengths.min()), int(lengths.max())
@@ -323,7 +317,7 @@ class _Decoding:
         self.batch = DecodingBatch(
             slots,
             params,
-            generator.end_conditions_of(params),
+            generator.end_conditions(params.end_strings),
             generator.vocab_size,
             get_device(),
             LOOK_EVERY[get_device().type] if on_tokens is None else 1,
@@ -372,12 +366,12 @@ class _Decoding:
         while len(batch.waiting) < wanted and (samples := next(self.queue, None)) is not None:
             batch.waiting.extend(samples)
         admit = wanted >= min(batch.slots * ADMITTED_AT, len(batch.waiting))
-        refill = batch.refill(done, admit)
+        moves, fresh, shared = batch.refill(done, admit)
         self._reserve()
-        cache.copy(refill.moves, batch.longest())
+        cache.copy(moves, batch.longest())
         # All tokens but the last one.
-        self._feed([(slot, 0, len(batch.in_slots[slot].ids) - 1) for slot in refill.prefill])
-        cache.copy(refill.shared, batch.longest())
+        self._feed([(slot, 0, len(batch.in_slots[slot].ids) - 1) for slot in fresh])
+        cache.copy(shared, batch.longest())
 
     def _feed(self, pieces: list[tuple[int, int, int]]) -> None:
         """Feed each (slot, first position, position beyond the last)."""
@@ -407,8 +401,18 @@ class _Decoding:
         def step() -> Tensor:
             which = DecodingPass(cache, batch.positions[:rows], width)
             hidden = self.model.forward(batch.fed[:rows].unsqueeze(1), which)
-            chosen = None if hidden is None else batch.choose(self.model.logits(hidden))
-            tokens, logprobs = self._broadcast_choice(chosen, rows)
+            if hidden is not None:
+                tokens, logprobs = batch.choose(self.model.logits(hidden))
+            else:
+                tokens, logprobs = torch.empty_like(batch.fed[:rows]), None
+                if self.params.return_logprobs:
+                    logprobs = torch.empty_like(tokens, dtype=torch.float32)
+            ranks = torch.distributed.get_process_group_ranks(self.copy)
+            if len(ranks) > 1:
+                source = ranks[-self.generator.split.tensor_ranks]  # the last stage's first rank
+                torch.distributed.broadcast(tokens, src=source, group=self.copy)
+                if logprobs is not None:
+                    torch.distributed.broadcast(logprobs, src=source, group=self.copy)
             batch.append(tokens, logprobs)
             return tokens
 
@@ -416,25 +420,6 @@ class _Decoding:
         if self.on_tokens is not None:
             numbers = torch.tensor([each.sample.number for each in batch.in_slots])
             self.on_tokens(numbers, tokens)
-
-    def _broadcast_choice(
-        self, chosen: tuple[Tensor, Tensor | None] | None, rows: int
-    ) -> tuple[Tensor, Tensor | None]:
-        """Send what the first rank of the last stage chose (None on others) to all of the copy."""
-        if chosen is None:
-            device, logprobs = self.batch.device, None
-            tokens = torch.empty(rows, dtype=torch.int64, device=device)
-            if self.params.return_logprobs:
-                logprobs = torch.empty(rows, dtype=torch.float32, device=device)
-        else:
-            tokens, logprobs = chosen
-        ranks = torch.distributed.get_process_group_ranks(self.copy)
-        if len(ranks) > 1:
-            source = ranks[-self.generator.split.tensor_ranks]
-            torch.distributed.broadcast(tokens, src=source, group=self.copy)
-            if logprobs is not None:
-                torch.distributed.broadcast(logprobs, src=source, group=self.copy)
-        return tokens, logprobs
 
     def _ask(self, environment: Environment, ended: list[tuple[int, bool]]) -> None:
         for slot, is_end in ended:

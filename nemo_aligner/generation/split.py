@@ -295,7 +295,16 @@ def reshard(split: Split, chunks: Sequence[Any], build: Callable[[Split], Any]) 
             own = (part.chunk(split.tensor_ranks, cut)[split.tensor.rank()] for part in whole)
             pieces = [torch.cat([*own], cut)]
         target[name].data = pieces[0]
-    _check(_checksums(source, forms, training), _checksums(target, forms, split.tensor))
+    sums = _checksums(source, forms, training), _checksums(target, forms, split.tensor)
+    everywhere = gathered(sums)
+    trained = {weight for before, _ in everywhere for weight in before.items()}
+    for rank, (_, after) in enumerate(everywhere):
+        for name, value in after.items():
+            if (name, value) not in trained:
+                raise RuntimeError(
+                    f"{name} of rank {rank} has other bits after it was moved for generation; set "
+                    "generation.reshard=none and check the network."
+                )
     return model
 
 
@@ -345,16 +354,3 @@ def _checksums(weights: _Weights, forms: dict[str, _Form], group: ProcessGroup) 
         torch.distributed.all_reduce(total, group=group)
         shared = dict(zip(shared, total, strict=True))
     return {name: int(value) for name, value in (own | shared).items()}
-
-
-def _check(source: dict[str, int], target: dict[str, int]) -> None:
-    """Compare the checksums; every rank of the job calls it."""
-    everywhere = gathered((source, target))
-    trained = {weight for sums, _ in everywhere for weight in sums.items()}
-    for rank, (_, sums) in enumerate(everywhere):
-        for name, value in sums.items():
-            if (name, value) not in trained:
-                raise RuntimeError(
-                    f"{name} of rank {rank} has other bits after it was moved for generation; set "
-                    "generation.reshard=none and check the network."
-                )
