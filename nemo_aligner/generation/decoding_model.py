@@ -12,11 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.tensor_parallel import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    gather_from_tensor_model_parallel_region,
-)
+from megatron.core import tensor_parallel
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.utils import is_layer_window_attention
 from nemo.utils import logging
@@ -81,7 +77,7 @@ class DecodingModel:
         assert self._output is not None
         if self._final_norm is not None:
             hidden = self._final_norm(hidden)
-        logits = gather_from_tensor_model_parallel_region(
+        logits = tensor_parallel.gather_from_tensor_model_parallel_region(
             self._output(hidden), group=self.split.tensor
         )
         return scaled_logits(logits[0, :, : self.vocab_size], self.chunks[-1].config).float()
@@ -203,9 +199,9 @@ def _linear(module: Any, group: ProcessGroup) -> _Function:
 
 
 def _linear_without_end(module: Any, group: ProcessGroup) -> _Function:
-    if isinstance(module, ColumnParallelLinear):
+    if isinstance(module, tensor_parallel.ColumnParallelLinear):
         return _product(module.weight, module.bias)
-    if isinstance(module, RowParallelLinear):
+    if isinstance(module, tensor_parallel.RowParallelLinear):
         return _product(module.weight, module.bias, group)
     if not any(kind.__module__ == _ENGINE_LAYERS for kind in type(module).__mro__):
         return lambda x: _with_bias(*module.forward(x))

@@ -211,22 +211,18 @@ class MegatronGenerator:
     def _dividing_ranks(self) -> int:
         return math.prod(map(torch.distributed.get_world_size, self.split.dividing))
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return unwrap_model(self.model)[0].config.params_dtype
-
     def slots_within(self, memory: float) -> int:
         """Most samples, however long, with `memory` bytes on each rank for the cache. All ranks
         that generate together call it.
         """
         config, split = unwrap_model(self.model)[0].config, self.split
-        layers = config.num_layers // split.pipeline_ranks
-        if split.pipeline_ranks == parallel_state.get_pipeline_model_parallel_world_size():
+        layers, stages = config.num_layers // split.pipeline.size(), split.pipeline.size()
+        if stages == parallel_state.get_pipeline_model_parallel_world_size():
             layers = sum(len(chunk.decoder.layers) for chunk in unwrap_model(self.model))
         layers = largest(layers, split.copy)  # stages may have unequal numbers of them
-        groups = config.num_query_groups // split.tensor_ranks
+        groups = config.num_query_groups // split.tensor.size()
         numbers = 2 * layers * groups * config.kv_channels * self.max_sequence_length
-        slots = max(1, int(memory // (numbers * self.dtype.itemsize)))
+        slots = max(1, int(memory // (numbers * config.params_dtype.itemsize)))
         sharing = 1 if split.joined is None else torch.distributed.get_world_size(split.joined)
         return max(1, slots * self._dividing_ranks() // sharing)
 
@@ -409,7 +405,7 @@ class _Decoding:
                     logprobs = torch.empty_like(tokens, dtype=torch.float32)
             ranks = torch.distributed.get_process_group_ranks(self.copy)
             if len(ranks) > 1:
-                source = ranks[-self.generator.split.tensor_ranks]  # the last stage's first rank
+                source = ranks[-self.generator.split.tensor.size()]  # the last stage's first rank
                 torch.distributed.broadcast(tokens, src=source, group=self.copy)
                 if logprobs is not None:
                     torch.distributed.broadcast(logprobs, src=source, group=self.copy)
