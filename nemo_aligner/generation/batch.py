@@ -58,6 +58,7 @@ class FinishedSample:
 _Pairs = list[tuple[int, int]]
 
 
+@dataclass(eq=False)
 class DecodingBatch:
     """Samples that wait, and samples in the slots: the first `active` slots are in use. Of each
     slot, int64 `[c]`: `fed` is the token to feed next, `positions` where to, `last` the last
@@ -65,37 +66,29 @@ class DecodingBatch:
     `width`: positions that the samples may need.
     """
 
-    _PER_SLOT = "fed positions last drawn uniforms seen logprobs".split()
+    slots: int
+    params: GenerationParams
+    end: EndConditions
+    vocab_size: int
+    device: torch.device
+    look_every: int
+    max_turns: int = 1
 
-    def __init__(
-        self,
-        slots: int,
-        params: GenerationParams,
-        end: EndConditions,
-        vocab_size: int,
-        device: torch.device,
-        look_every: int,
-        max_turns: int = 1,
-    ) -> None:
-        self.slots = slots
-        self.params = params
-        self.end = end
-        self.vocab_size = vocab_size
-        self.device = device
-        self.look_every = look_every
+    def __post_init__(self) -> None:
         self.waiting: deque[WaitingSample] = deque()
         self.in_slots: list[Slot] = []
         self.width = 0
-        self.most = max_turns * params.max_length  # tokens that a sample may draw
+        params = self.params
+        self.most = self.max_turns * params.max_length  # tokens that a sample may draw
         self.fed, self.positions = self._new(torch.int64), self._new(torch.int64)
         self.last, self.drawn = self._new(torch.int64), self._new(torch.int64)
         self.uniforms = None if params.use_greedy else self._new(torch.float64, self.most)
         penalized = params.repetition_penalty != 1.0
-        self.seen = self._new(torch.bool, vocab_size) if penalized else None
+        self.seen = self._new(torch.bool, self.vocab_size) if penalized else None
         # Of the tokens drawn; what is dropped goes last.
         wanted = params.return_logprobs
         self.logprobs = self._new(torch.float32, self.most + 1) if wanted else None
-        self.end_token_ids = torch.tensor(end.token_ids, device=device)
+        self.end_token_ids = torch.tensor(self.end.token_ids, device=self.device)
         self._chosen: list[Tensor] = []  # int64 [b] each, by step, since the last look
 
     @property
@@ -137,7 +130,7 @@ class DecodingBatch:
                 fresh[sample.prompt] = slot
         if last:
             source, target = torch.tensor(moves[: len(last)], device=self.device).T
-            for name in self._PER_SLOT:
+            for name in "fed positions last drawn uniforms seen logprobs".split():
                 if (tensor := getattr(self, name)) is not None:
                     tensor[target] = tensor[source]
             for old, new in moves[: len(last)]:

@@ -152,7 +152,6 @@ class _Rotation:
         """Cosine and signed sine `[width, np / ng + 2, channels]` in the model's dtype, for the
         queries and the key of a group; 1 and 0 for its value.
         """
-        assert self.embedding is not None
         angles, scale = self.embedding(width), 1.0
         if isinstance(angles, tuple):  # of YaRN
             angles, scale = angles

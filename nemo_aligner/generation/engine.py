@@ -11,6 +11,7 @@ import functools
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -233,8 +234,7 @@ class MegatronGenerator:
         adapters = (getattr(module, "lora", None) for module in modules)
         obstacles = {
             "there is no GPU": get_device().type == "cpu",
-            "several ranks hold the weights": torch.distributed.get_world_size(self.split.copy)
-            > 1,
+            "several ranks hold the weights": self.split.copy.size() > 1,
             "the model has experts": config.num_moe_experts,
             "adapters are not merged (model.peft.merge_for_generation)": any(
                 adapter is not None and not adapter.merged for adapter in adapters
@@ -293,31 +293,30 @@ class MegatronGenerator:
         )
 
 
+@dataclass(eq=False)
 class _Decoding:
-    def __init__(
-        self,
-        generator: MegatronGenerator,
-        model: DecodingModel,
-        prompts: Iterator[Prompts],
-        params: GenerationParams,
-        slots: int,
-        environment: Environment | None = None,
-        on_tokens: OnTokens | None = None,
-    ) -> None:
-        self.generator, self.model = generator, model
+    generator: MegatronGenerator
+    model: DecodingModel
+    prompts: Iterator[Prompts]
+    params: GenerationParams
+    slots: int
+    environment: Environment | None = None
+    on_tokens: OnTokens | None = None
+
+    def __post_init__(self) -> None:
+        generator, params = self.generator, self.params
         self.longest = generator.max_sequence_length
         self.copy = generator.split.copy
-        self.params, self.queue = params, _numbered(prompts, params.max_length, self.longest)
-        self.environment, self.on_tokens = environment, on_tokens
-        self.cache = model.new_cache(slots)
+        self.queue = _numbered(self.prompts, params.max_length, self.longest)
+        self.cache = self.model.new_cache(self.slots)
         self.batch = DecodingBatch(
-            slots,
+            self.slots,
             params,
             generator.end_conditions(params.end_strings),
             generator.vocab_size,
             get_device(),
-            LOOK_EVERY[get_device().type] if on_tokens is None else 1,
-            1 if environment is None else environment.max_turns,
+            LOOK_EVERY[get_device().type] if self.on_tokens is None else 1,
+            1 if self.environment is None else self.environment.max_turns,
         )
         self.graphs = generator.step_graphs()
         self.conversations: dict[int, Conversation] = {}

@@ -18,6 +18,7 @@ can be split. Every rank of a tensor- and context-parallel group must make the s
 """
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -118,16 +119,7 @@ def calculate_distributed_entropy(
 class DistributedLogprob:
     """Log-probs of aligned targets, with the name and call of NeMo-Aligner's autograd function."""
 
-    @staticmethod
-    def apply(
-        vocab_parallel_logits: Tensor,
-        target: Tensor,
-        inference_only: bool = False,
-        higher_stability: bool = False,
-    ) -> Tensor:
-        return from_parallel_logits_to_logprobs(
-            vocab_parallel_logits, target, inference_only, higher_stability, ignore_last=False
-        )
+    apply = staticmethod(partial(from_parallel_logits_to_logprobs, ignore_last=False))
 
 
 def _scores_of_tokens(

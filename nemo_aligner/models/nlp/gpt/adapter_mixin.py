@@ -168,16 +168,9 @@ class LoRA(torch.nn.Module):
 
     def _drop(self, values: Tensor, split: bool) -> Tensor:
         """Dropout; ranks that hold different values draw different masks."""
-        fork = (
-            tensor_parallel.get_cuda_rng_tracker().fork if split and self.tp > 1 else nullcontext
-        )
-        with fork():
+        split = split and self.tp > 1
+        with tensor_parallel.get_cuda_rng_tracker().fork() if split else nullcontext():
             return F.dropout(values, self.dropout)
-
-    @torch.no_grad()
-    def delta(self) -> Tensor:
-        """What merging adds to this rank's part of the weight, float32 `[rows, columns]`."""
-        return delta(self.a, self.wide_b(), self.scale)
 
     def sharded(self, prefix: str) -> dict[str, Any]:
         """Entries of a sharded state dict; the linear layer's names begin with `prefix`."""
@@ -376,9 +369,11 @@ class NLPAdapterModelMixin(MegatronGPTModel):
         """Inside, copies of the weights hold the adapters; then their very tensors are back."""
         before = [(linear.weight, linear.weight.data) for linear, _adapter in self._adapters]
         try:
-            for (linear, adapter), (_, whole) in zip(self._adapters, before, strict=True):
-                linear.weight.data = (whole.float() + adapter.delta()).to(whole.dtype)
-                adapter.merged = True
+            with torch.no_grad():
+                for (linear, adapter), (_, whole) in zip(self._adapters, before, strict=True):
+                    added = delta(adapter.a, adapter.wide_b(), adapter.scale)
+                    linear.weight.data = (whole.float() + added).to(whole.dtype)
+                    adapter.merged = True
             yield
         finally:
             for (_linear, adapter), (weight, whole) in zip(self._adapters, before, strict=True):

@@ -33,7 +33,7 @@ from nemo_aligner.generation.interface import tokenize_batch
 from nemo_aligner.models.alignable_interface import Inferrable, SupervisedInterface
 from nemo_aligner.models.nlp.gpt.adapter_mixin import NLPAdapterModelMixin
 from nemo_aligner.models.nlp.gpt.gpt_reward_model import GPTRewardModel
-from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel, weights_of_samples
+from nemo_aligner.models.nlp.gpt.megatron_gpt_model import weights_of_samples
 from nemo_aligner.parallel.collectives import sum_over_dp
 from nemo_aligner.parallel.device import get_device
 from nemo_aligner.training.megatron_steps import (
@@ -49,9 +49,7 @@ HEAD_DTYPES = {
 }
 
 
-class MegatronGPTRewardModel(
-    NLPAdapterModelMixin, MegatronGPTModel, SupervisedInterface, Inferrable
-):
+class MegatronGPTRewardModel(NLPAdapterModelMixin, SupervisedInterface, Inferrable):
     """Reward model for binary preferences.
 
     Args:
