@@ -54,8 +54,9 @@ class DirectPreferenceMixin(ReferencePolicyMixin, SupervisedInterface):
         rewards, `margin` (of the mean rewards) and `weights` (number of pairs).
         """
         self._check_reference_columns(batch)
+        pair: Any = batch  # by keys that are not literals
         both = {
-            name: preference.interleave(batch[chosen], batch[rejected])  # type: ignore[literal-required]
+            name: preference.interleave(pair[chosen], pair[rejected])
             for name, chosen, rejected in (
                 ("tokens", "chosen", "rejected"),
                 ("lengths", "chosen_length", "rejected_length"),
