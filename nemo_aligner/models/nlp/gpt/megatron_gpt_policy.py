@@ -106,8 +106,8 @@ class MegatronGPTPolicyModel(LogProbsMixin, AlignableGenerativeInterface):
 
     def _divided(self, split: Split) -> GPTModel:
         """A module without values, for the groups of `split`."""
-        stages, stage = split.pipeline_ranks, split.pipeline.rank()
-        config = divided(self.transformer_config, split.tensor_ranks, stages)
+        stages, stage = split.pipeline.size(), split.pipeline.rank()
+        config = divided(self.transformer_config, split.tensor.size(), stages)
         groups = ProcessGroupCollection.use_mpu_process_groups()
         groups.tp, groups.pp, groups.mp = split.tensor, split.pipeline, split.copy
         groups.embd = split.embedding
@@ -198,24 +198,20 @@ class MegatronGPTPolicyModel(LogProbsMixin, AlignableGenerativeInterface):
         return size if memory is None else self.generator.slots_within(memory * 1e9)
 
     def _prompts(self, batch: InferenceBatch) -> Prompts:
-        seeds = batch.get("sample_seeds")
+        prompts, lengths, seeds = batch["text"], batch["length"], batch.get("sample_seeds")
         if seeds is None:
-            seeds = self._seeds_of_prompts(batch["text"], batch["length"])
+            hashes = []  # of each prompt: a polynomial, mod 2^61 - 1
+            for tokens, length in zip(prompts.tolist(), lengths.tolist(), strict=True):
+                value = length
+                for token in tokens[:length]:
+                    value = (value * 1_000_003 + token + 1) % (2**61 - 1)
+                hashes.append(value)
+            seeds = sample_seeds(self.cfg.seed, 0, torch.tensor(hashes))
         records = (batch["record"],) if "record" in batch else ()
-        return batch["text"], batch["length"], seeds, *records
+        return prompts, lengths, seeds, *records
 
     def _params(self, batch: InferenceBatch) -> GenerationParams:
         return _returning(self.generation_params, bool(batch.get("return_logprobs")))
-
-    def _seeds_of_prompts(self, prompts: Tensor, lengths: Tensor) -> Tensor:
-        """int64 `[B]`: a polynomial hash (mod 2^61 - 1) of a prompt, mixed with `model.seed`."""
-        hashes = []
-        for tokens, length in zip(prompts.tolist(), lengths.tolist(), strict=True):
-            value = length
-            for token in tokens[:length]:
-                value = (value * 1_000_003 + token + 1) % (2**61 - 1)
-            hashes.append(value)
-        return sample_seeds(self.cfg.seed, 0, torch.tensor(hashes))
 
     def get_ltor_masks_and_position_ids(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Attention mask bool `[B, 1, S, S]` (True: must not see) of causal attention over samples
