@@ -32,18 +32,7 @@ from nemo_aligner.config.values import Values, plain_dict, resolved
 from nemo_aligner.core.endings import ending_file
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.core.estimators import ADVANTAGE_ESTIMATORS
-from nemo_aligner.data.nlp.chat_records import (
-    PAIR,
-    ConversationForm,
-    Encoded,
-    by_our_names,
-    conversation_field,
-    conversation_messages,
-    holds_conversation,
-    holds_pair,
-    prompt_messages,
-    speaks_to_assistant,
-)
+from nemo_aligner.data.nlp import chat_records
 from nemo_aligner.data.nlp.fields import Columns, EqualPairError, check_text, missing, prompt_hint
 from nemo_aligner.data.nlp.record_encoder import RecordEncoder
 from nemo_aligner.data.nlp.records import CHUNK_ID, DataFile, Records, data_paths, open_quickly
@@ -56,7 +45,7 @@ ROWS = 100  # that are looked at in each data file
 # With a key `file_path`, of a job that reads examples.
 EXAMPLES = ("model.data.train_ds", "model.data.validation_ds", "data.data")
 READ = {  # by what a record holds: how to read it, and the fields that continue its prompt
-    "pair": (RecordEncoder.pair_length, PAIR),
+    "pair": (RecordEncoder.pair_length, chat_records.PAIR),
     **dict.fromkeys(("labelled", "logits"), (RecordEncoder.response_length, ("response",))),
 }
 CHARACTERS: Any = SimpleNamespace(  # stands for the job's tokenizer, which is loaded later
@@ -143,11 +132,11 @@ class _Reader(RecordEncoder):
         super().__init__(CHARACTERS, self.data, _Messages())
         self.model, self.section, self.kind = cfg.model, section, JOBS[config_name].records
 
-    def form_of(self, record: Record) -> ConversationForm | None:
-        return self.form if self.template or holds_conversation(record) else None
+    def form_of(self, record: Record) -> chat_records.ConversationForm | None:
+        return self.form if self.template or chat_records.holds_conversation(record) else None
 
     def whole_pair(self, record: Record) -> int:
-        return self.pair_length(by_our_names(record), sys.maxsize)
+        return self.pair_length(chat_records.by_our_names(record), sys.maxsize)
 
     def check(self, record: Record, others: set[str], before: Record | None) -> None:
         """`UserError`: a data set would refuse a record, or its prompt is empty and no key allows
@@ -158,25 +147,25 @@ class _Reader(RecordEncoder):
         if "prompt_turns" in record:  # of SteerLM 2
             return
         if self.data.chat:  # NeMo's format, whose parts have other names
-            if kind == "example" and not holds_conversation(record):
-                conversation_messages(record)
+            if kind == "example" and not chat_records.holds_conversation(record):
+                chat_records.conversation_messages(record)
         elif kind == "example":
             label = self.section.label_key
-            if self.template or (conversation_field(record) and label not in record):
-                conversation_messages(record)
-                names, is_empty = [""], not speaks_to_assistant(record)
+            if self.template or (chat_records.conversation_field(record) and label not in record):
+                chat_records.conversation_messages(record)
+                names, is_empty = [""], not chat_records.speaks_to_assistant(record)
             else:
                 names = re.findall(r"{(\w+)}", self.section.prompt_template)
                 check_text(record, *names, allow_blank=True)
                 names = [field for field in names if field != label]
                 is_empty = bool(names) and not any(record[field].strip() for field in names)
         elif kind == "scored":
-            self._check_scored(by_our_names(record), before)
+            self._check_scored(chat_records.by_our_names(record), before)
         elif kind == "logits" and fraction is None:
             if "topk_logits" not in record:
                 raise missing(["topk_logits"], record)
         else:
-            record = by_our_names(record)
+            record = chat_records.by_our_names(record)
             length, responses = READ.get(kind, (RecordEncoder.prompt_length, ()))
             if kind == "labelled" and "preference" not in record:
                 raise missing(("response", "preference"), record)
@@ -194,7 +183,7 @@ class _Reader(RecordEncoder):
         has_label = self.model.reward_model_type == "regression"
         if has_label and "label" not in record:
             raise missing(["label"], record)
-        if holds_pair(record):
+        if chat_records.holds_pair(record):
             self.pair_length(record, sys.maxsize)
         elif not has_label or not ("responses" in record or isinstance(record.get("text"), list)):
             self.sample_length(record, sys.maxsize)
@@ -208,19 +197,19 @@ class _Reader(RecordEncoder):
                 ) from None
 
 
-class _Messages(ConversationForm):
+class _Messages(chat_records.ConversationForm):
     """Checks messages; whether the last one must be the assistant's is not known."""
 
     end_strings, state = (), []
 
     def prompt(self, record: Record) -> list[int]:
-        return self.encode_messages(prompt_messages(record), record).tokens
+        return self.encode_messages(chat_records.prompt_messages(record), record).tokens
 
     def sample(self, record: Record) -> list[int]:
-        return self.encode_messages(conversation_messages(record), record).tokens
+        return self.encode_messages(chat_records.conversation_messages(record), record).tokens
 
-    def encode_messages(self, messages: Any, record: Record, first: int = 0) -> Encoded:
-        return Encoded([*str(messages).encode()], [])
+    def encode_messages(self, messages: Any, record: Record, first: int = 0) -> Any:
+        return chat_records.Encoded([*str(messages).encode()], [])
 
 
 Main = Callable[[DictConfig], None]

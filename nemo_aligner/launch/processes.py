@@ -19,6 +19,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from nemo_aligner.checkpoint.folders import complete_checkpoints
 from nemo_aligner.config.defaults import complete
+from nemo_aligner.config.fields import fields_of
+from nemo_aligner.config.keys.common import Machines
 from nemo_aligner.config.parallel_rules import check_accelerator, cuda_devices, default_precision
 from nemo_aligner.config.values import plain_dict
 from nemo_aligner.core.errors import ConfigError, UserError
@@ -37,15 +39,7 @@ from nemo_aligner.parallel.parallel_state import join_on_loopback, share_gloo_de
 TIMEOUT = timedelta(minutes=30)  # of collectives, and of the wait for all ranks at the start
 
 # What Lightning gets of the section `trainer`: it starts processes, but its loops are not used.
-LIGHTNING_OPTIONS = (
-    "num_nodes",
-    "devices",
-    "accelerator",
-    "precision",
-    "logger",
-    "enable_checkpointing",
-    "use_distributed_sampler",
-)
+LIGHTNING_OPTIONS = (*fields_of(Machines), "enable_checkpointing", "use_distributed_sampler")
 
 
 class JobTrainer(Trainer):

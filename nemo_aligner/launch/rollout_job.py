@@ -53,14 +53,8 @@ from nemo_aligner.launch.processes import no_checkpoint_error
 from nemo_aligner.models.nlp.gpt.megatron_gpt_policy import MegatronGPTPolicyModel
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.collectives import gathered
+from nemo_aligner.servers import scoring_clients
 from nemo_aligner.servers.critic_client import RemoteGPTRMCriticClient
-from nemo_aligner.servers.scoring_clients import (
-    NoRewards,
-    RemoteGPTRMClient,
-    RewardsInJob,
-    RewardsInPlaceOfCritic,
-    ScoreSource,
-)
 from nemo_aligner.servers.worker import ALL_COLUMNS, LoadError, load_named
 from nemo_aligner.training.schedule import compute_num_steps_per_epoch
 
@@ -113,7 +107,7 @@ def train_on_rollouts(
     trainer_class: Callable[..., RolloutTrainer],
     *,
     remote: str = "remote_rm",
-    client_class: Callable[..., Any] = RemoteGPTRMClient,
+    client_class: Callable[..., Any] = scoring_clients.RemoteGPTRMClient,
     client_argument: str = "rm",
     load_state: Callable[..., dict[str, Any] | None] = (
         lambda cfg, ckpt_callback, client: load_trainer_state(cfg, ckpt_callback)
@@ -240,7 +234,7 @@ def own_function(named: str | None, key: str, parameters: Sequence[str]) -> Call
 
 def start_score_source(
     cfg: DictConfig, kind: str, remote: str, policy: Any, prompts: Sequence[RLHFDataset]
-) -> ScoreSource | None:
+) -> scoring_clients.ScoreSource | None:
     """What `model.<kind>.environment`, `trainer.<kind>.reward_fn` or `judge` names, whose
     processes end with the job; None: servers (`remote`) give the rewards. All ranks call it.
     `policy` gets an environment. `UserError`: the code cannot be used; on all ranks.
@@ -272,7 +266,7 @@ def start_score_source(
         return policy.environment
     options, section = cfg.trainer[kind], f"trainer.{kind}"
     if has_no_rewards(cfg, kind):
-        return NoRewards()
+        return scoring_clients.NoRewards()
     if options.reward_fn is None and options.judge.url is None:
         return None
     function = None
@@ -283,10 +277,10 @@ def start_score_source(
             check_names(function, prompts[0].lines[int(prompts[0].documents[0])])
     asked = next(filter(None, gathered(function and function.columns)), None)
     if asked is None:
-        return RewardsInJob(function, None)
+        return scoring_clients.RewardsInJob(function, None)
     with failing_together():  # each rank checks its share of the records
         columns = PromptColumns(prompts, asked, share)
-    return RewardsInJob(function, columns)
+    return scoring_clients.RewardsInJob(function, columns)
 
 
 def check_names(function: "RewardFunction", record: Mapping[str, Any]) -> None:
@@ -369,7 +363,7 @@ def _function(
 def load_state_of_pair(
     cfg: DictConfig,
     ckpt_callback: CheckpointCallback,
-    rm_critic: RemoteGPTRMCriticClient | RewardsInPlaceOfCritic,
+    rm_critic: RemoteGPTRMCriticClient | scoring_clients.RewardsInPlaceOfCritic,
 ) -> dict[str, Any] | None:
     """Counters of the actor, resumed as `exp_manager` asks, with the critic at the same step; None
     for a fresh start; all ranks call it. Without a common step the actor resumes alone, and the

@@ -19,20 +19,7 @@ from nemo_aligner.config.jobs.supervised import (
     reward_model_type,
 )
 from nemo_aligner.core.tokenizer import Tokenizer
-from nemo_aligner.data.nlp.builders import (
-    Datasets,
-    build_configured_datasets,
-    build_dataloader,
-    build_train_valid_test_datasets,
-)
-from nemo_aligner.data.nlp.datasets import (
-    DPOModelDataset,
-    KTOModelDataset,
-    LabelledPairDataset,
-    RegressionRewardModelDataset,
-    ResponseDataset,
-    RewardModelDataset,
-)
+from nemo_aligner.data.nlp import builders, datasets
 from nemo_aligner.data.nlp.file_dataset import FileDataset
 from nemo_aligner.data.nlp.prompts import RLHFDataset
 from nemo_aligner.data.nlp.sft import build_sft_dataset
@@ -59,7 +46,7 @@ class Loaders(NamedTuple):
 
 def build_dataloaders(
     cfg: DictConfig,
-    build: Callable[..., Datasets],
+    build: Callable[..., builders.Datasets],
     tokenizer: Tokenizer,
     *,
     train_random: bool = True,
@@ -75,7 +62,7 @@ def build_dataloaders(
         samples_per_item: samples, as batch sizes count them, of an item of the datasets.
         prepare: (dataset, name of the set) to what the loader reads in its place.
     """
-    train, validation, test = build_configured_datasets(cfg, build, tokenizer)
+    train, validation, test = builders.build_configured_datasets(cfg, build, tokenizer)
     sets = validation if isinstance(validation, dict) else {"validation": validation}
     train, test = (
         None if dataset is None else prepare(dataset, name)
@@ -104,7 +91,7 @@ def _loader(
     samples_per_item: int = 1,
 ) -> DataLoader[Any]:
     """`gbs` None: `model.global_batch_size`; `collate_fn` None: that of `dataset`, if any."""
-    return build_dataloader(
+    return builders.build_dataloader(
         cfg,
         dataset,
         consumed_samples=0,  # the trainer says where to go on
@@ -117,26 +104,26 @@ def _loader(
     )
 
 
-def datasets_of_job(config_name: str, model: DictConfig) -> Callable[..., Datasets]:
+def datasets_of_job(config_name: str, model: DictConfig) -> Callable[..., builders.Datasets]:
     """What builds the datasets of a job that reads `model.data.data_prefix`."""
     records = JOBS[config_name].records
-    cls: type[FileDataset] = RewardModelDataset
+    cls: type[FileDataset] = datasets.RewardModelDataset
     if records == "logits":
         on_policy = model.knowledge_distillation.on_policy.fraction is not None
-        cls = ResponseDataset if on_policy else KnowledgeDistillationDataset
-        return partial(build_train_valid_test_datasets, cls, n_chunks=model.data.n_chunks)
+        cls = datasets.ResponseDataset if on_policy else KnowledgeDistillationDataset
+        return partial(builders.build_train_valid_test_datasets, cls, n_chunks=model.data.n_chunks)
     if records != "scored":
         kinds: dict[str, type[FileDataset]] = {
             "prompt": RLHFDataset,
-            "pair": DPOModelDataset,
-            "labelled": KTOModelDataset,
+            "pair": datasets.DPOModelDataset,
+            "labelled": datasets.KTOModelDataset,
         }
         cls = kinds[records]
     elif learns_labelled_pairs(model):
-        cls = LabelledPairDataset
+        cls = datasets.LabelledPairDataset
     elif reward_model_type(model.reward_model_type) is RewardModelType.REGRESSION:
-        cls = RegressionRewardModelDataset
-    return partial(build_train_valid_test_datasets, cls)
+        cls = datasets.RegressionRewardModelDataset
+    return partial(builders.build_train_valid_test_datasets, cls)
 
 
 def train_on_preferences(
