@@ -13,7 +13,7 @@ from omegaconf import DictConfig
 from nemo_aligner.config import data_rules, parallel_rules
 from nemo_aligner.config.defaults import complete_config, model_fallback
 from nemo_aligner.config.fields import RESTORE_KEY, Configuration, tree_of
-from nemo_aligner.config.inert_keys import check_later, refuse_model_values
+from nemo_aligner.config.inert_keys import check_later, refuse_values
 from nemo_aligner.config.jobs import JOBS
 from nemo_aligner.config.keys.common import PARAMS
 from nemo_aligner.config.optim_rules import check_optim
@@ -84,7 +84,7 @@ def check_values(
     own_gpus = visible_devices if accelerator != "cpu" else 0
     ranks = parallel_rules.count_ranks(devices, values.get("trainer.num_nodes"), own_gpus, env)
     trains_from_scratch = _check_start(values, config_name)
-    refuse_model_values(values)
+    refuse_values(values)
     if not complete:  # what the user wrote; a checkpoint's own data may have been of such a form
         check_later(values, config_name)
 

@@ -102,13 +102,6 @@ def served_attributes(model: Mapping) -> int:
     return 1 if regression["merge_attributes"] else int(regression["num_attributes"])
 
 
-def check_scores_of_tokens(model: Mapping) -> None:
-    Values({"model": model}).refuse(
-        """model.use_avg_pool | : this reward model scores the mean over all tokens, not single
-        ones; set inference.rewards_per=response"""
-    )
-
-
 def check_serving(values: Values, section: str) -> None:
     """What the servers have in common; `section` holds their port."""
     host, token_file = values.get(f"{section}.host"), values.get(f"{section}.token_file")

@@ -17,16 +17,11 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from nemo_aligner.checkpoint.forms import HUB, check_complete, check_restore_path
+from nemo_aligner.config import parallel_rules
 from nemo_aligner.config.checks import check_config, check_sections
 from nemo_aligner.config.defaults import complete_config
 from nemo_aligner.config.inert_keys import to_plain
 from nemo_aligner.config.jobs import JOBS
-from nemo_aligner.config.parallel_rules import (
-    check_accelerator,
-    count_devices,
-    cuda_devices,
-    default_precision,
-)
 from nemo_aligner.config.rules import PREFIX_DATA_JOBS, restore_key, why_nothing_is_kept
 from nemo_aligner.config.values import Values, plain_dict, resolved
 from nemo_aligner.core.endings import ending_file
@@ -238,7 +233,7 @@ def job_main(
             beside = jobs if isinstance(jobs, int) else jobs(cfg)
             share_cores(to_plain(cfg.trainer.devices), beside)
             if cfg.trainer.precision is None:
-                cfg.trainer.precision = default_precision(cfg.trainer.accelerator)
+                cfg.trainer.precision = parallel_rules.default_precision(cfg.trainer.accelerator)
             main(cfg)
             file = ending_file()
             if file is not None and stop_requests.has_trained:
@@ -257,13 +252,14 @@ def check_job(cfg: DictConfig, config_name: str) -> list[str]:
     `check_config`.
     """
     accelerator, devices = cfg.trainer.accelerator, to_plain(cfg.trainer.devices)
-    on_cpu, counts_gpus = accelerator == "cpu", str(devices) in ("auto", "-1")
-    gpus = None if on_cpu or counts_gpus else count_devices(devices)  # as if they were there
+    gpus = None
+    if accelerator != "cpu" and str(devices) not in ("auto", "-1"):
+        gpus = parallel_rules.count_devices(devices)  # as if they were there
     notes = check_config(
         cfg, config_name, visible_devices=gpus, before_notes=lambda: check_inputs(cfg, config_name)
     )
     if gpus is not None:
-        check_accelerator(accelerator, devices, cuda_devices())
+        parallel_rules.check_accelerator(accelerator, devices, parallel_rules.cuda_devices())
     return notes
 
 

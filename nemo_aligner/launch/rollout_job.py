@@ -42,12 +42,7 @@ from nemo_aligner.data.nlp.prompts import (
 )
 from nemo_aligner.data.nlp.record_encoder import chat_form
 from nemo_aligner.data.nlp.samplers import get_batch_iterator_cls
-from nemo_aligner.launch.experiment import (
-    Experiment,
-    load_trainer_state,
-    run_timer,
-    set_up_training,
-)
+from nemo_aligner.launch import experiment
 from nemo_aligner.launch.job_entry import has_no_rewards
 from nemo_aligner.launch.processes import no_checkpoint_error
 from nemo_aligner.models.nlp.gpt.megatron_gpt_policy import MegatronGPTPolicyModel
@@ -102,7 +97,7 @@ def build_prompt_loaders(
 
 def train_on_rollouts(
     cfg: DictConfig,
-    job: Experiment,
+    job: experiment.Experiment,
     model: MegatronGPTPolicyModel,
     trainer_class: Callable[..., RolloutTrainer],
     *,
@@ -110,7 +105,7 @@ def train_on_rollouts(
     client_class: Callable[..., Any] = scoring_clients.RemoteGPTRMClient,
     client_argument: str = "rm",
     load_state: Callable[..., dict[str, Any] | None] = (
-        lambda cfg, ckpt_callback, client: load_trainer_state(cfg, ckpt_callback)
+        lambda cfg, ckpt_callback, client: experiment.load_trainer_state(cfg, ckpt_callback)
     ),
 ) -> None:
     """Train `model`, with its initial weights, adapters and reference policy, from where the last
@@ -127,7 +122,7 @@ def train_on_rollouts(
     prompts, datasets = build_prompt_loaders(cfg, kind, remote, model.tokenizer)
     train = prompts["train_dataloader_builder"](consumed_samples=0)
     steps_per_epoch = compute_num_steps_per_epoch(train.batch_sampler)
-    parts = set_up_training(
+    parts = experiment.set_up_training(
         cfg,
         job,
         model,
@@ -145,7 +140,7 @@ def train_on_rollouts(
     try:
         if cfg.trainer[kind].get("teacher_kl_coef"):
             clients["teacher"] = connect_teachers(cfg, model.tokenizer, datasets[0])
-        trainer = trainer_class(**parts, **prompts, run_timer=run_timer(cfg), **clients)
+        trainer = trainer_class(**parts, **prompts, run_timer=experiment.run_timer(cfg), **clients)
         state = load_state(cfg, parts["ckpt_callback"], client)
         if state is not None:
             trainer.load_state_dict(state)
@@ -370,7 +365,7 @@ def load_state_of_pair(
     check before its first rollout says what to do (`check_status`).
     """
     if cfg.exp_manager is None:
-        return load_trainer_state(cfg, ckpt_callback)
+        return experiment.load_trainer_state(cfg, ckpt_callback)
     options = complete(cfg.exp_manager, "gpt_ppo_actor", "exp_manager")
     is_named = bool(options.resume_from_checkpoint)  # by the user
     status = rm_critic.status()
@@ -398,7 +393,7 @@ def load_state_of_pair(
             raise no_checkpoint_error(ckpt_callback.root)
         ckpt_callback.start_anew()
         return None
-    return load_trainer_state(cfg, ckpt_callback)
+    return experiment.load_trainer_state(cfg, ckpt_callback)
 
 
 def _checkpoints(options: DictConfig, ckpt_callback: CheckpointCallback) -> dict[int, Path]:
