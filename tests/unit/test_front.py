@@ -28,6 +28,7 @@ from nemo_aligner.servers.schema import (
     reward_model_endpoint,
 )
 from nemo_aligner.servers.served_model import ServerMismatchError
+from tests import scripted_triton
 from tests.patience import patience, wait_until
 from tests.scripted_triton import ScriptedTriton, open_front
 
@@ -93,16 +94,8 @@ def triton_front(triton):
 
 
 def ask(front, method, path, body=None, **headers):
-    """Status, headers and body of the reply; status 0 if there is none."""
-    connection = http.client.HTTPConnection(*front.address, timeout=patience(20))
     headers = {name.replace("_", "-"): value for name, value in headers.items()}
-    with contextlib.closing(connection):
-        try:
-            connection.request(method, path, body, headers)
-            reply = connection.getresponse()
-            return reply.status, reply.headers, reply.read()
-        except (ConnectionError, http.client.HTTPException):
-            return 0, {}, b""
+    return scripted_triton.ask(front.address, method, path, body, headers)
 
 
 def test_triton_gets_a_request_without_its_tensors(triton_front, triton):

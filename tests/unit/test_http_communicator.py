@@ -150,10 +150,13 @@ def test_closing_fails_what_is_open_and_ends_all_threads(fast):
         assert not [thread for thread in mine if thread.is_alive()]
 
 
-def test_a_request_that_is_given_up_while_it_connects_is_never_sent():
+@pytest.mark.parametrize("before", [True, False])  # as between two pieces; while it connects
+def test_a_request_that_was_given_up_is_never_sent(before):
     with ScriptedServer() as server:
         exchange = Exchange(Peer("127.0.0.1", server.port))
         connect = exchange._connection.connect
+        if before:
+            exchange.abort()
         exchange._connection.connect = lambda: (exchange.abort(), connect())
         with pytest.raises(ConnectionLostError, match="given up") as caught:
             exchange.run(InferRequest("critic_train", {"tokens": np.ones((1, 3))}), HANG_S)

@@ -7,7 +7,7 @@ them together.
 import numpy as np
 import pytest
 
-from nemo_aligner.servers import exchange, requests, schema, served_model
+from nemo_aligner.servers import requests, schema, served_model
 from nemo_aligner.servers.requests import PieceStore
 from nemo_aligner.servers.schema import RequestError
 from nemo_aligner.servers.served_model import ServedModel, fit_requests, piece_rows
@@ -114,12 +114,3 @@ def test_pieces_of_a_client_that_is_gone_are_dropped():
     wait_until(lambda: not store._arrays, patience(5), lambda: "pieces are kept")
     with pytest.raises(RequestError, match="its first rows have not come, or were dropped since"):
         store.add("abc", 3, ROWS, part(3, 6))
-
-
-def test_after_a_request_was_given_up_its_next_piece_is_not_sent():
-    given_up = exchange.Exchange(exchange.Peer("127.0.0.1", 1))
-    given_up.abort()
-    (sent,) = fit_requests(SERVED, TRAIN, request())
-    with pytest.raises(exchange.ConnectionLostError, match="the request was given up") as caught:
-        given_up.run(sent, 1.0)
-    assert not caught.value.sent

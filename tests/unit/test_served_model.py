@@ -34,6 +34,7 @@ from nemo_aligner.servers.served_model import (
 from nemo_aligner.servers.validation import validate_outcome
 from tests.patience import patience
 from tests.scripted_server import ScriptedServer, triton_config
+from tests.unit.test_kserve import DTYPES
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -113,7 +114,7 @@ def test_large_arrays_are_sent_from_where_they_lie_and_small_ones_in_one_part():
     assert len(InferRequest("m", {"small": large[:, :2].T}).body) == 1
 
 
-@pytest.mark.parametrize("dtype", [bool, np.int8, np.float16, np.float32, np.int64, np.uint8])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_the_bytes_are_those_of_tritons_own_client(dtype):
     import tritonclient.http
 
