@@ -288,14 +288,12 @@ def test_what_is_left_of_a_failed_request_ends_no_worker(naughty, monkeypatch):
     assert len(starts) <= 2  # each worker was at a chunk when the first sample failed
 
 
-def test_with_a_fallback_only_the_bad_samples_get_it(forgiving, monkeypatch):
+def test_with_a_fallback_only_the_bad_samples_get_it(forgiving, warnings):
     words = [str(number) for number in range(60)]
     bad = {3: "raise", 4: "die", 5: "die", 17: "nan", 30: "sleep", 31: "none", 44: "deaf"}
     bad[59] = "kill"
     for row, word in bad.items():
         words[row] = word
-    warnings = []
-    monkeypatch.setattr(reward_function.logging, "warning", warnings.append)
     scores = score_words(forgiving, words)
     assert scores == [-1.0 if row in bad else float(row) for row in range(60)]
     (warning,) = warnings
