@@ -45,7 +45,7 @@ NAUGHTY = """
                 "none": None, "pair": ("a", 1.0), "number": (3, 1.0, False), "text": "abc",
                 "empty": ("", 1.0, False), "nan": ("a", float("nan"), False),
                 "string": ("a", "1", False), "unsure": ("a", 1.0, "no"),
-                "over": (None, 2, True),
+                "over": (None, 2, True), "blank": ("___", 1.0, False),
             }
             if response in odd:
                 return odd[response]
@@ -173,6 +173,7 @@ def test_a_machine_that_starts_no_more_processes_is_an_error(tmp_path, monkeypat
         ("text", ["not (observation, reward, done)"]),
         ("number", ["whose observation is a int, not a text"]),
         ("empty", ["an empty observation", "nothing to read"]),
+        ("blank", ["observation '___' has no token"]),
         ("nan", ["not a finite number"]),
         ("string", ["a str, not a number"]),
         ("unsure", ["whose done is not True or False"]),
@@ -186,18 +187,6 @@ def test_a_response_without_a_reply_is_one_clear_error(tmp_path, response, words
         place = "failed on response 2 of a conversation", "prompt 'start'", f"'{response}'"
         remedy, but = "model.ppo.environment.fallback", ("\n", "Traceback")
         with says(EnvironmentFailedError, *words, *place, remedy, but=but):
-            played.replies(wait=True)
-
-
-def test_an_observation_of_no_token_is_an_error(tmp_path):
-    text = """
-    class Notes:
-        def reset(self, prompt): return None
-        def step(self, state, response): return "___", 0.0, False
-    """
-    with environment(tmp_path, text) as played:
-        played.submit(0, 0, ids("p"), (ids("a"),))
-        with pytest.raises(EnvironmentFailedError, match="observation '___' has no token"):
             played.replies(wait=True)
 
 

@@ -146,33 +146,25 @@ def test_nan_is_allowed_where_the_mask_is_zero():
 
 
 @pytest.mark.parametrize(
-    "prompts, words",
+    "lengths, prompts, words",
     [
-        ([[1]], ["'prompt_lengths'", "[1, 1]", "2 rows"]),
-        ([[1], [5]], ["'prompt_lengths' holds 5 in sample 1", "is 4"]),
-        ([[-1], [4]], ["'prompt_lengths' holds -1 in sample 0"]),
+        ([[5]], None, ["'sequence_lengths'", "2 rows"]),
+        ([[5], [0]], None, ["holds 0"]),
+        ([[5], [6]], None, ["holds 6", "[1, 5]"]),
+        ([[5], [4]], [[1]], ["'prompt_lengths'", "[1, 1]", "2 rows"]),
+        ([[5], [4]], [[1], [5]], ["'prompt_lengths' holds 5 in sample 1", "is 4"]),
+        ([[5], [4]], [[-1], [4]], ["'prompt_lengths' holds -1 in sample 0"]),
     ],
 )
-def test_prompt_lengths_of_a_scoring_request(prompts, words):
-    tokens, lengths = np.ones((2, 5), np.int64), np.array([[5], [4]])
-    validation.validate_scoring_inputs(tokens, lengths, prompt_lengths=np.array([[1], [4]]))
-    with says(UserError, *words):
-        validation.validate_scoring_inputs(tokens, lengths, prompt_lengths=np.array(prompts))
+def test_content_of_a_scoring_request(lengths, prompts, words):
+    def validate(lengths, prompts):
+        prompts = None if prompts is None else np.array(prompts)
+        given = {"vocab_size": 32, "max_length": 8, "prompt_lengths": prompts}
+        validation.validate_scoring_inputs(np.ones((2, 5), np.int64), np.array(lengths), **given)
 
-
-@pytest.mark.parametrize(
-    "lengths, words",
-    [
-        ([[5]], ["'sequence_lengths'", "2 rows"]),
-        ([[5], [0]], ["holds 0"]),
-        ([[5], [6]], ["holds 6", "[1, 5]"]),
-    ],
-)
-def test_content_of_a_scoring_request(lengths, words):
+    validate([[5], [4]], [[1], [4]])
     with says(UserError, *words):
-        validation.validate_scoring_inputs(
-            np.ones((2, 5), np.int64), np.array(lengths), vocab_size=32, max_length=8
-        )
+        validate(lengths, prompts)
 
 
 def rewards(*numbers):
