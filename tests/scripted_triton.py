@@ -30,7 +30,7 @@ def ask(address, method, path, body=None, headers=None, limit_s=20):
             connection.request(method, path, body, headers or {})
             reply = connection.getresponse()
             return reply.status, reply.headers, reply.read()
-        except (OSError, http.client.HTTPException):
+        except (ConnectionError, http.client.HTTPException):
             return 0, {}, b""
 
 
