@@ -7,6 +7,7 @@ against loops over plain numbers.
 import math
 import textwrap
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -286,15 +287,9 @@ def test_replies_are_checked(token_rewards, words):
         validate_reply(reward_model_endpoint(), reply, 2)
 
 
-class Ready:
-    def __init__(self, replies):
-        self.replies = replies
-
-    def done(self, timeout_s):
-        return True
-
-    def result(self):
-        return self.replies
+def ready(replies):
+    """A pending reply that has come."""
+    return Mock(**{"result.return_value": replies})
 
 
 def test_an_ensemble_adds_rewards_of_tokens_and_of_responses():
@@ -304,18 +299,18 @@ def test_an_ensemble_adds_rewards_of_tokens_and_of_responses():
     steps = {"rewards": [[3.0], [4.0]], "token_rewards": of_tokens}
     steps = {name: np.array(rewards, np.float32) for name, rewards in steps.items()}
     whole = {"rewards": np.array([[10.0], [20.0]], np.float32)}
-    future = RMFutureResult(Ready({"s": steps, "w": whole}), rollout, {"s": 2.0, "w": 0.5})
+    future = RMFutureResult(ready({"s": steps, "w": whole}), rollout, {"s": 2.0, "w": 0.5})
     scores = future.scores()
     assert scores.rewards.tolist() == [11.0, 18.0]
     # Token 2's reward is in column 1; that of the whole in column R-2.
     assert scores.token_rewards.nan_to_num(-1).tolist() == [[-1, 2, 9, -1], [-1, 8, -1, 10]]
     assert {*scores.parts} == {"s", "w"}
-    alone = RMFutureResult(Ready({"m": steps}), rollout).scores()
+    alone = RMFutureResult(ready({"m": steps}), rollout).scores()
     assert alone.parts == {} and alone.values is None
     assert alone.token_rewards.nan_to_num(-1).tolist() == [[-1, 1, 2, -1], [-1, 4, -1, -1]]
-    assert RMFutureResult(Ready({"m": whole}), rollout).scores().token_rewards is None
+    assert RMFutureResult(ready({"m": whole}), rollout).scores().token_rewards is None
     narrow = {**steps, "token_rewards": steps["token_rewards"][:, :4]}
-    cut = RMFutureResult(Ready({"m": narrow}), rollout).scores().token_rewards
+    cut = RMFutureResult(ready({"m": narrow}), rollout).scores().token_rewards
     assert cut.nan_to_num(-1).tolist() == [[-1, 1, 2, -1], [-1, 4, -1, -1]]
 
 
