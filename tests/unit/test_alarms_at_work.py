@@ -6,7 +6,6 @@ critic's update, and the alarm fires; a healthy job is silent."""
 import numpy as np
 import pytest
 import torch
-from nemo.utils import logging
 from omegaconf import OmegaConf
 
 from nemo_aligner.algorithms.alarms import sampling_ratio_metrics
@@ -61,13 +60,6 @@ def make_job(actor, **thresholds):
 
     trainer.score = infer_rm_critic
     return trainer
-
-
-@pytest.fixture
-def warnings(monkeypatch):
-    said = []
-    monkeypatch.setattr(logging, "warning", lambda text, *_args: said.append(text))
-    return said
 
 
 def alarms_of(warnings):

@@ -126,17 +126,6 @@ def test_any_content_of_a_scoring_request(data):
         assert found["inputs"].size and (found["inputs"] < 9).all()
 
 
-@pytest.mark.full
-@tried(50)
-@given(texts=st.lists(st.text(max_size=5), max_size=3))
-def test_texts_arrive_as_they_were(texts):
-    sent = np.empty((len(texts), 1), object)
-    sent[:, 0] = [text.encode() for text in texts]
-    arrived = []
-    process_inputs({"sentences": sent}, lambda them: (arrived.extend(them) or [], []))
-    assert arrived == texts
-
-
 def test_one_long_text_takes_no_room_in_the_rows_of_others():
     sent = np.array([[b"x" * 2**20]] + [[b"y"]] * 511, object)
     tracemalloc.start()
