@@ -22,31 +22,19 @@ from nemo.utils import logging
 from omegaconf import DictConfig
 from torch import Tensor
 
+from nemo_aligner.algorithms import ppo_data
 from nemo_aligner.algorithms.alarms import rollout_health
 from nemo_aligner.algorithms.policy_gradient import PolicyGradientTrainer
-from nemo_aligner.algorithms.ppo_data import (
-    DataSettings,
-    make_kl_controller,
-    make_ppo_data,
-    with_normalized_rewards,
-)
 from nemo_aligner.algorithms.rollout_trainer import VALIDATION_STEP
 from nemo_aligner.algorithms.rollouts import PPORolloutBatch, compute_num_rollout_microbatches
 from nemo_aligner.algorithms.training_loop import Parts, complete_critic
 from nemo_aligner.checkpoint.checkpointing import CheckpointCallback
 from nemo_aligner.config.values import Values
+from nemo_aligner.core import types
 from nemo_aligner.core.advantages import RunningMoments
 from nemo_aligner.core.errors import ConfigError
 from nemo_aligner.core.estimators import ADVANTAGE_ESTIMATORS
-from nemo_aligner.core.types import (
-    Optimizer,
-    PPOTrainBatch,
-    PromptIterator,
-    PromptLoaderBuilder,
-    Rollout,
-    RolloutBatch,
-    Scheduler,
-)
+from nemo_aligner.core.kl import name_kl_estimator
 from nemo_aligner.models.alignable_interface import PolicyWithReference
 from nemo_aligner.parallel.collectives import all_reduce_dict
 from nemo_aligner.servers.critic_client import RemoteGPTRMCriticClient
@@ -77,13 +65,13 @@ class PPOTrainer(PolicyGradientTrainer):
         self,
         cfg: DictConfig,
         model: PolicyWithReference,
-        optimizer: Optimizer,
-        scheduler: Scheduler,
-        train_dataloader_builder: PromptLoaderBuilder,
-        val_dataloader_builder: PromptLoaderBuilder | None,
+        optimizer: types.Optimizer,
+        scheduler: types.Scheduler,
+        train_dataloader_builder: types.PromptLoaderBuilder,
+        val_dataloader_builder: types.PromptLoaderBuilder | None,
         collate_fn: Any,
         rm_critic: Critic,
-        batch_iterator_cls: PromptIterator,
+        batch_iterator_cls: types.PromptIterator,
         logger: CustomLoggerWrapper,
         ckpt_callback: CheckpointCallback,
         run_timer: Timer,
@@ -129,10 +117,14 @@ class PPOTrainer(PolicyGradientTrainer):
 
         self.rollout_logprobs, self.teacher = rollout_logprobs, teacher
         self.dynamic_sampling_rounds = int(cfg.dynamic_sampling_rounds)
-        self.data_settings = DataSettings(cfg, max_response_length, advantages_of, reward_weights)
-        harm = self.data_settings.harm_of_kl_estimator()
-        if harm and cfg.initial_policy_kl_penalty > 0:
-            logging.warning(harm)
+        self.data_settings = ppo_data.DataSettings(
+            cfg, max_response_length, advantages_of, reward_weights
+        )
+        estimator = name_kl_estimator(cfg.use_absolute_kl, cfg.kl_estimator)
+        if estimator != "k1" and cfg.initial_policy_kl_penalty > 0:
+            key = f"kl_estimator={estimator}" if cfg.kl_estimator else "use_absolute_kl=True"
+            remedy = "use_absolute_kl=False and kl_estimator=null (which is k1)"
+            logging.warning(ppo_data.harm_of_kl(f"trainer.ppo.{key}", remedy))
         if kl_loss_coef > 0 and cfg.initial_policy_kl_penalty > 0:
             logging.warning(
                 "the KL to the reference is penalized twice: by trainer.ppo."
@@ -146,7 +138,7 @@ class PPOTrainer(PolicyGradientTrainer):
                 f"trainer.ppo.{rescaled_by} divides by a standard deviation. Where it is to be "
                 "beta, take rloo, or initial_policy_kl_penalty (docs/ppo.md)."
             )
-        self.kl_controller = make_kl_controller(cfg)
+        self.kl_controller = ppo_data.make_kl_controller(cfg)
         self.compute_init_policy_kl |= kl_loss_coef > 0
         self.reward_moments = RunningMoments() if cfg.normalize_rewards else None
         self._critic_save: FutureResult[Any] | None = None  # that nobody has waited for
@@ -163,7 +155,7 @@ class PPOTrainer(PolicyGradientTrainer):
 
     # ------------------------------------------------------------------------------- the algorithm
 
-    def learn(self, data: PPOTrainBatch, rollout_metrics: dict[str, Any]) -> dict[str, Any]:
+    def learn(self, data: types.PPOTrainBatch, rollout_metrics: dict[str, Any]) -> dict[str, Any]:
         """Let critic and actor learn from the rollout together, and adapt the weight of the KL.
 
         The critic's future is awaited after the actor's updates, so that a failed critic update
@@ -178,15 +170,15 @@ class PPOTrainer(PolicyGradientTrainer):
         self.kl_controller.update(kl, num_samples=rollout_metrics["rollout_size"])
         return metrics
 
-    def make_data(self, local: RolloutBatch) -> tuple[PPOTrainBatch, dict[str, Any]]:
+    def make_data(self, local: types.RolloutBatch) -> tuple[types.PPOTrainBatch, dict[str, Any]]:
         if self.reward_moments is not None:
-            local = with_normalized_rewards(local, self.reward_moments)
+            local = ppo_data.with_normalized_rewards(local, self.reward_moments)
         data, metrics = self.generate_ppo_data(local)
         return data, metrics | rollout_health(local, data)
 
     def generate_ppo_data(
-        self, rollout_batch: RolloutBatch
-    ) -> tuple[PPOTrainBatch, dict[str, Any]]:
+        self, rollout_batch: types.RolloutBatch
+    ) -> tuple[types.PPOTrainBatch, dict[str, Any]]:
         """Rewards with KL, advantages and returns of this rank's samples: `(data, metrics)`; all
         ranks call it.
 
@@ -205,7 +197,7 @@ class PPOTrainer(PolicyGradientTrainer):
             metrics: of all ranks, before advantages are normalized.
         """
         kl_penalty = self.kl_controller.value
-        data, metrics = make_ppo_data(rollout_batch, self.data_settings, kl_penalty)
+        data, metrics = ppo_data.make_ppo_data(rollout_batch, self.data_settings, kl_penalty)
         return data, metrics | {"kl_penalty": kl_penalty}
 
     def run_training(
@@ -249,7 +241,7 @@ class PPOTrainer(PolicyGradientTrainer):
         first = not self.optimization_step and not self.resumed
         return "recompute" if first else self.rollout_logprobs
 
-    def send_off(self, rollout: Rollout, sampling_step: int) -> FutureScores:
+    def send_off(self, rollout: types.Rollout, sampling_step: int) -> FutureScores:
         scores = super().send_off(rollout, sampling_step)
         if self.teacher is None or sampling_step == VALIDATION_STEP:
             return scores

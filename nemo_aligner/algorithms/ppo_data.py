@@ -38,14 +38,11 @@ from nemo_aligner.core.advantages import (
 from nemo_aligner.core.estimators import ADVANTAGE_ESTIMATORS, AdvantageEstimator
 from nemo_aligner.core.kl import (
     AdaptiveKLController,
-    CovarianceSettings,
     FixedKLController,
-    SamplerCorrection,
     calculate_kl_penalty,
     chosen_tokens,
     correction_factors,
     importance_ratios,
-    name_kl_estimator,
 )
 from nemo_aligner.core.tensors import masked_mean, masked_sum
 from nemo_aligner.core.types import PPOTrainBatch, RolloutBatch
@@ -85,15 +82,6 @@ class DataSettings:
         if self.cfg.normalize_advantages and not self.estimator.compares_responses:
             return "normalize_advantages=True"
         return "whiten_rewards=True" if self.cfg.whiten_rewards else None
-
-    def harm_of_kl_estimator(self) -> str | None:
-        """What is wrong with this KL in the reward, for a warning; None for k1."""
-        name = name_kl_estimator(self.cfg.use_absolute_kl, self.cfg.kl_estimator)
-        if name == "k1":
-            return None
-        key = f"kl_estimator={name}" if self.cfg.kl_estimator else "use_absolute_kl=True"
-        remedy = "use_absolute_kl=False and kl_estimator=null (which is k1)"
-        return harm_of_kl(f"trainer.ppo.{key}", remedy)
 
 
 def harm_of_kl(setting: str, remedy: str) -> str:
@@ -158,17 +146,15 @@ def make_ppo_data(
     )
     more_metrics: dict[str, float] = {}
     if cfg.covariance.rule is not None:
-        chosen = CovarianceSettings(**cfg.covariance)
         treated, more_metrics = treat_covariant_tokens(
-            learned["advantages"], response["logprobs"], rollout_batch, mask, chosen
+            learned["advantages"], response["logprobs"], rollout_batch, mask, cfg.covariance
         )
         learned |= treated
     if "loss_multiplier" in rollout_batch:  # 0 is in the mask
         learned["advantages"] = learned["advantages"] * rollout_batch["loss_multiplier"][:, None]
     if settings.corrects_sampler:
-        correction = SamplerCorrection(**cfg.sampler_correction)
         learned["advantages"], sampler_metrics = correct_for_sampler(
-            learned["advantages"], rollout_batch, mask, correction
+            learned["advantages"], rollout_batch, mask, cfg.sampler_correction
         )
         more_metrics = more_metrics | sampler_metrics
     data = {
@@ -416,14 +402,15 @@ def _dp_group() -> Any:
 
 
 def correct_for_sampler(
-    advantages: Tensor, rollout_batch: RolloutBatch, mask: Tensor, settings: SamplerCorrection
+    advantages: Tensor, rollout_batch: RolloutBatch, mask: Tensor, settings: DictConfig
 ) -> tuple[Tensor, dict[str, float]]:
     """Advantages times their importance weights, and metrics of all ranks (docs/metrics.md).
-    `rollout_batch` has `logprobs` and `sampling_logprobs`, anything outside the mask.
+    `rollout_batch` has `logprobs` and `sampling_logprobs`, anything outside the mask; `settings`
+    are `trainer.ppo.sampler_correction`.
     """
     difference = rollout_batch["logprobs"] - rollout_batch["sampling_logprobs"]
     log_ratio = torch.where(mask.bool(), difference, 0)
-    factors, where = correction_factors(log_ratio, mask, settings)
+    factors, where = correction_factors(log_ratio, mask, **settings)
     level = settings.weights or settings.reject or "token"
     ratios = importance_ratios(log_ratio, mask, level).double()  # a square must not overflow
     exact = log_ratio.double()  # the KLs of the built-in engine are those of its rounding
@@ -448,19 +435,21 @@ def treat_covariant_tokens(
     logprobs: Tensor,
     rollout_batch: RolloutBatch,
     mask: Tensor,
-    settings: CovarianceSettings,
+    settings: DictConfig,
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
     """`advantages`, 0 for the tokens that Clip-Cov chooses; with KL-Cov also `old_kl_coefs` f32
     `[B, S-1]`, each token's weight of the KL to the policy that generated; and metrics of all
     ranks. `rollout_batch` has `sample_order`, `response_tokens` and `is_end`; tokens of responses
-    that were cut off are no candidates.
+    that were cut off are no candidates. `settings` are `trainer.ppo.covariance`.
     """
     mask = mask * rollout_batch["is_end"][:, None]  # by default the loss has no others
     columns = {"logprobs": logprobs, "advantages": advantages, "mask": mask}
     columns |= {key: rollout_batch[key] for key in ("sample_order", "response_tokens")}
     gathered = PPORolloutBatch(**columns).gather_and_balance_globally()
     gathered = gathered.select(gathered.pop("sample_order").argsort())  # at any split the same
-    chosen = chosen_tokens(**gathered, settings=settings)[rollout_batch["sample_order"]]
+    rule = {key: settings[key] for key in ("rule", "fraction", "low", "high")}
+    arguments: dict[str, Any] = {**gathered, **rule}
+    chosen = chosen_tokens(**arguments)[rollout_batch["sample_order"]]
     metrics = {"fraction_of_covariant_tokens": mean_over_dp(chosen.float(), mask)}
     if settings.rule == "clip":
         return {"advantages": torch.where(chosen, 0, advantages)}, metrics
