@@ -9,10 +9,10 @@ length (prompt + response). `nemo_aligner.core.types` names the columns and thei
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections import UserDict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
@@ -240,8 +240,20 @@ def with_prompt_columns(rollout: Rollout, batch: InferenceBatch) -> dict[str, Te
 
 
 def score_columns(scores: Scores) -> dict[str, Tensor]:
+    """The scores as columns of a rollout, those of an ensemble's model as `rewards_<name>`."""
     columns = {key: column for key, column in vars(scores).items() if isinstance(column, Tensor)}
-    return columns | {"rewards": scores.rewards.flatten()}
+    columns["rewards"] = scores.rewards.flatten()
+    return columns | {f"rewards_{name}": part.flatten() for name, part in scores.parts.items()}
+
+
+def take_scores(rollout: PPORolloutBatch) -> Scores:
+    """Remove the `score_columns`, and return them as scores."""
+    named = {field.name for field in dataclasses.fields(Scores)} & rollout.keys()
+    parts = [key for key in rollout if key.startswith("rewards_")]
+    return Scores(
+        **{name: rollout.pop(name) for name in named},
+        parts={key.removeprefix("rewards_"): rollout.pop(key) for key in parts},
+    )
 
 
 def part_columns(scores: Scores) -> dict[str, Tensor]:
@@ -258,17 +270,12 @@ def gather_scores(scores: list[Scores], width: int, order: Tensor) -> Scores:
         width: S of the gathered rollout; values get S-1 columns.
         order: int64 `[N]`, places among the samples in the order of the ranks.
     """
-    parts = [{name: part.flatten() for name, part in s.parts.items()} for s in scores]
-    gathered, gathered_parts = (
-        PPORolloutBatch.from_rollout_batches(x, 0, width)
-        .gather_and_balance_globally()
-        .select(order)
-        for x in ([score_columns(each) for each in scores], parts)
-    )
-    return Scores(**gathered.data, parts=gathered_parts.data)
+    columns = [score_columns(each) for each in scores]
+    own = PPORolloutBatch.from_rollout_batches(columns, 0, width)
+    return take_scores(own.gather_and_balance_globally().select(order))
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class CollectedRollout:
     """A generated rollout whose scores are still on their way."""
 
