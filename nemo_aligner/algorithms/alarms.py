@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import Any, cast
+from typing import Any
 
 import torch
 from nemo.utils import logging
@@ -213,17 +213,14 @@ class Alarms:
                 self.active.discard(watched.key)
             elif watched.key not in self.active:
                 self.active.add(watched.key)
-                self._say(watched, value, threshold, step)
+                side = "above" if watched.bad_above else "below"
+                if parallel_state.get_rank() == 0:
+                    self._warn(
+                        f"alarm: {watched.key} is {value:.4g} at step {step}, {side} "
+                        f"{self.section}.{watched.key}={threshold:g}. {watched.meaning} (Not "
+                        "repeated until this state has ended.)"
+                    )
         return {"alarms_active": len(self.active)}
-
-    def _say(self, watched: Watched, value: float, threshold: float, step: int) -> None:
-        if parallel_state.get_rank() == 0:
-            side = "above" if watched.bad_above else "below"
-            self._warn(
-                f"alarm: {watched.key} is {value:.4g} at step {step}, {side} "
-                f"{self.section}.{watched.key}={threshold:g}. {watched.meaning} (Not repeated "
-                "until this state has ended.)"
-            )
 
     def check_replicas(
         self, model: SupervisedInterface, step: int, timer: ScopedTimer | None = None
@@ -259,25 +256,22 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
     """
     group = parallel_state.get_data_parallel_group()
     error = torch.where(mask.bool(), returns - values, 0)
-    variances = [
+    unexplained, whole = (
         float(masked_global_mean_var(tensor, mask, group)[1]) for tensor in (error, returns)
-    ]
-    return 1.0 - variances[0] / variances[1] if variances[1] > 0 else math.nan
+    )
+    return 1.0 - unexplained / whole if whole > 0 else math.nan
 
 
-def rollout_health(
-    rollout_batch: types.RolloutBatch, data: types.PPOTrainBatch | types.ReinforceTrainBatch
-) -> dict[str, float]:
+def rollout_health(rollout_batch: types.RolloutBatch, data: Mapping[str, Any]) -> dict[str, float]:
     """The quantities above whose tensors are present, of all DP ranks; all ranks call it."""
     metrics: dict[str, float] = {}
     if "sampling_logprobs" in rollout_batch:
         metrics |= sampling_ratio_metrics(
             rollout_batch["logprobs"], rollout_batch["sampling_logprobs"], data["mask"]
         )
-    tensors = cast(Mapping[str, Tensor], data)
-    if "values" in tensors and "returns" in tensors:
+    if "values" in data and "returns" in data:
         metrics["explained_variance"] = explained_variance(
-            tensors["values"], tensors["returns"], tensors["mask"]
+            data["values"], data["returns"], data["mask"]
         )
     return metrics
 

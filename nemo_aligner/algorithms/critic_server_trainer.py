@@ -9,7 +9,6 @@ of a request, n of one data-parallel rank's share, S padded token length; column
 predicts token t+1.
 """
 
-import collections
 import concurrent.futures
 import contextlib
 import json
@@ -35,7 +34,6 @@ from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.device import get_device
 from nemo_aligner.servers import schema, scoring, server_loop
 from nemo_aligner.servers.constants import ServerSignal
-from nemo_aligner.servers.control_group import ControlGroup
 from nemo_aligner.servers.requests import PieceStore, pad_rows
 from nemo_aligner.servers.schema import Array, Arrays
 from nemo_aligner.servers.validation import read_request_id, validate_training_inputs
@@ -120,7 +118,7 @@ class CriticServerTrainer:
         self._last_save: _Save | None = None  # the newest save
         # Ends what the model was last prepared for, if that was interrupted.
         self._finish: Callable[[], None] | None = None
-        self._replies: collections.OrderedDict[str, Arrays | Exception] = collections.OrderedDict()
+        self._replies: dict[str, Arrays | Exception] = {}  # the newest
         self._pieces = PieceStore()
         self._loop: server_loop.ServerLoop | None = None
 
@@ -169,7 +167,7 @@ class CriticServerTrainer:
                 ServerSignal.RESUME: self._resume,
             },
             after_failure=self._recover,
-            control=self.control,
+            control=self._scorer.control,
             make_front=self._make_front,
             is_saving=lambda: self._saving is not None,
             end_save=self._end_save,
@@ -212,7 +210,7 @@ class CriticServerTrainer:
                     raise
                 self._replies[request_id] = error
         if len(self._replies) > REMEMBERED_REQUESTS:
-            self._replies.popitem(last=False)
+            del self._replies[next(iter(self._replies))]
         return self._reply_to(request_id)
 
     def _reply_to(self, request_id: str) -> Arrays:
@@ -263,10 +261,6 @@ class CriticServerTrainer:
             finish()
 
     # ---- operations: every rank runs them together ----
-
-    @property
-    def control(self) -> ControlGroup:
-        return self._scorer.control
 
     @contextlib.contextmanager
     def _prepared(self, prepare: Callable[[], None], finish: Callable[[], None]) -> Iterator[None]:
@@ -330,7 +324,8 @@ class CriticServerTrainer:
             return self.run_training(**tokens)
         named = {"tokens": tokens, "returns": returns, "prev_values": prev_values, "mask": mask}
         inputs = {name: array for name, array in named.items() if array is not None}
-        return self._update(**self.control.from_rank_zero(lambda: self._check_training(inputs)))
+        checked = self._scorer.control.from_rank_zero(lambda: self._check_training(inputs))
+        return self._update(**checked)
 
     def _update(self, **arrays: Array) -> Arrays:
         losses = []

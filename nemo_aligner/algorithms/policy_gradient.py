@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from nemo_aligner.algorithms import rollouts
-from nemo_aligner.algorithms.alarms import check_policy_equals_reference
+from nemo_aligner.algorithms.alarms import check_policy_equals_reference, rollout_health
 from nemo_aligner.algorithms.rollout_trainer import RolloutTrainer
 from nemo_aligner.algorithms.training_loop import TRAIN_TABLE_ROWS, Parts, log_probs
 from nemo_aligner.core import types
@@ -101,6 +101,7 @@ class PolicyGradientTrainer(RolloutTrainer):
             columns = rollouts.score_columns(scores) | rollouts.part_columns(scores)
             local.update(self._local_share(rollouts.PPORolloutBatch(columns)).columns)
             data, data_metrics = self.make_data(local)
+            data_metrics |= rollout_health(local, data)
             data_metrics |= self._check_first_kl(local, data["mask"])
             data["sample_order"] = local["sample_order"]
 
@@ -201,7 +202,7 @@ class PolicyGradientTrainer(RolloutTrainer):
         return check_policy_equals_reference(local["logprobs"], local["init_logprobs"], mask)
 
     def global_batches(
-        self, data: Mapping[str, Tensor], epochs: int = 1
+        self, data: Mapping[str, Any], epochs: int = 1
     ) -> Iterator[dict[str, Tensor]]:
         """This rank's share of each global batch, in `epochs` over the rollout in new orders."""
         first = rollouts.PPORolloutBatch(dict(data))

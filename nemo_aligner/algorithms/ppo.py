@@ -12,10 +12,10 @@ References: Schulman et al. 2017 (arXiv:1707.06347), eq. 7 for the clipped loss,
 advantages; Stiennon et al. 2020 (arXiv:2009.01325), section 3.4, for the KL in the reward.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from nemo.utils import logging
@@ -23,7 +23,6 @@ from omegaconf import DictConfig
 from torch import Tensor
 
 from nemo_aligner.algorithms import ppo_data
-from nemo_aligner.algorithms.alarms import rollout_health
 from nemo_aligner.algorithms.policy_gradient import PolicyGradientTrainer
 from nemo_aligner.algorithms.rollout_trainer import VALIDATION_STEP
 from nemo_aligner.algorithms.rollouts import PPORolloutBatch, compute_num_rollout_microbatches
@@ -162,8 +161,7 @@ class PPOTrainer(PolicyGradientTrainer):
         ends the run with the server's error, and no later request can overtake it.
         """
         critic_update = self.rm_critic.train(data)
-        columns = cast(dict[str, Tensor], data)
-        metrics = self.train_policy(self.global_batches(columns, self.cfg.ppo_epochs))
+        metrics = self.train_policy(self.global_batches(data, self.cfg.ppo_epochs))
         with self.timer("critic_train_wait"):
             metrics |= self._finish_critic_update(critic_update)
         kl = rollout_metrics["init_policy_kl_per_sample"]
@@ -173,8 +171,7 @@ class PPOTrainer(PolicyGradientTrainer):
     def make_data(self, local: types.RolloutBatch) -> tuple[types.PPOTrainBatch, dict[str, Any]]:
         if self.reward_moments is not None:
             local = ppo_data.with_normalized_rewards(local, self.reward_moments)
-        data, metrics = self.generate_ppo_data(local)
-        return data, metrics | rollout_health(local, data)
+        return self.generate_ppo_data(local)
 
     def generate_ppo_data(
         self, rollout_batch: types.RolloutBatch
@@ -207,22 +204,14 @@ class PPOTrainer(PolicyGradientTrainer):
         than that from the one that generated the rollout are skipped.
         """
         metrics: dict[str, Any] = {"loss": 0.0}
-        target_kl, is_reached, skipped = self.cfg.target_kl, False, 0
-
-        def until_reached() -> Iterator[dict[str, Tensor]]:
-            nonlocal skipped
-            for batch in dataloader_iter:
-                if is_reached:
-                    skipped += 1
-                else:
-                    yield batch
-
-        for number, metrics in enumerate(self.updates(until_reached())):
+        batches, target_kl, skipped = iter(dataloader_iter), self.cfg.target_kl, 0
+        for number, metrics in enumerate(self.updates(batches)):
             if target_kl is not None:
                 # The largest KL of all ranks decides: they must stop together.
                 found = {"approx_kl": metrics["approx_kl"]}
                 largest = all_reduce_dict(found, torch.float64, op=torch.distributed.ReduceOp.MAX)
-                is_reached = largest["approx_kl"] > target_kl
+                if largest["approx_kl"] > target_kl:
+                    skipped = sum(1 for _ in batches)  # none are left for `updates`
             if number == 0:
                 self.alarms.watch({"first_update_kl": metrics.get("approx_kl")}, self.step)
         counted = {} if target_kl is None else {"updates_skipped": skipped}

@@ -21,6 +21,7 @@ from omegaconf import DictConfig
 from torch import Tensor
 
 from nemo_aligner.algorithms.rollouts import PPORolloutBatch, own_samples, response_mask
+from nemo_aligner.core import kl
 from nemo_aligner.core.advantages import (
     RESPONSE_ESTIMATORS,
     TOKEN_ESTIMATORS,
@@ -36,14 +37,6 @@ from nemo_aligner.core.advantages import (
     sums_of_steps,
 )
 from nemo_aligner.core.estimators import ADVANTAGE_ESTIMATORS, AdvantageEstimator
-from nemo_aligner.core.kl import (
-    AdaptiveKLController,
-    FixedKLController,
-    calculate_kl_penalty,
-    chosen_tokens,
-    correction_factors,
-    importance_ratios,
-)
 from nemo_aligner.core.tensors import masked_mean, masked_sum
 from nemo_aligner.core.types import PPOTrainBatch, RolloutBatch
 from nemo_aligner.parallel import parallel_state
@@ -92,12 +85,12 @@ def harm_of_kl(setting: str, remedy: str) -> str:
     )
 
 
-def make_kl_controller(cfg: DictConfig) -> FixedKLController | AdaptiveKLController:
+def make_kl_controller(cfg: DictConfig) -> kl.FixedKLController | kl.AdaptiveKLController:
     if cfg.adaptive_kl is not None and cfg.adaptive_kl.enable:
-        return AdaptiveKLController(
+        return kl.AdaptiveKLController(
             cfg.initial_policy_kl_penalty, cfg.adaptive_kl.target, cfg.adaptive_kl.horizon
         )
-    return FixedKLController(cfg.initial_policy_kl_penalty)
+    return kl.FixedKLController(cfg.initial_policy_kl_penalty)
 
 
 def make_ppo_data(
@@ -114,7 +107,7 @@ def make_ppo_data(
     }
     init_policy_kl = torch.zeros_like(response["logprobs"])
     if "init_logprobs" in response:
-        init_policy_kl = calculate_kl_penalty(
+        init_policy_kl = kl.calculate_kl_penalty(
             response["logprobs"],
             response["init_logprobs"],
             cfg.use_absolute_kl,
@@ -348,12 +341,12 @@ def teach(
     """
     if "teacher_logprobs" not in response:
         return None, {}
-    kl = response["logprobs"] - response["teacher_logprobs"]
+    log_ratio = response["logprobs"] - response["teacher_logprobs"]
     metrics = {
-        "teacher_kl": mean_of_sample_means(kl, mask),
-        "teacher_kl_per_sample": mean_of_sample_sums(kl, mask),
+        "teacher_kl": mean_of_sample_means(log_ratio, mask),
+        "teacher_kl_per_sample": mean_of_sample_sums(log_ratio, mask),
     }
-    to_come = calculate_reinforce_returns(-kl, settings.cfg.teacher_kl_discount, mask)
+    to_come = calculate_reinforce_returns(-log_ratio, settings.cfg.teacher_kl_discount, mask)
     return settings.cfg.teacher_kl_coef * torch.where(mask.bool(), to_come, 0), metrics
 
 
@@ -410,9 +403,9 @@ def correct_for_sampler(
     """
     difference = rollout_batch["logprobs"] - rollout_batch["sampling_logprobs"]
     log_ratio = torch.where(mask.bool(), difference, 0)
-    factors, where = correction_factors(log_ratio, mask, **settings)
+    factors, where = kl.correction_factors(log_ratio, mask, **settings)
     level = settings.weights or settings.reject or "token"
-    ratios = importance_ratios(log_ratio, mask, level).double()  # a square must not overflow
+    ratios = kl.importance_ratios(log_ratio, mask, level).double()  # a square must not overflow
     exact = log_ratio.double()  # the KLs of the built-in engine are those of its rounding
     means = {
         "sampler_weight_mean": ratios,
@@ -449,7 +442,7 @@ def treat_covariant_tokens(
     gathered = gathered.select(gathered.pop("sample_order").argsort())  # at any split the same
     rule = {key: settings[key] for key in ("rule", "fraction", "low", "high")}
     arguments: dict[str, Any] = {**gathered, **rule}
-    chosen = chosen_tokens(**arguments)[rollout_batch["sample_order"]]
+    chosen = kl.chosen_tokens(**arguments)[rollout_batch["sample_order"]]
     metrics = {"fraction_of_covariant_tokens": mean_over_dp(chosen.float(), mask)}
     if settings.rule == "clip":
         return {"advantages": torch.where(chosen, 0, advantages)}, metrics

@@ -21,7 +21,6 @@ from omegaconf import DictConfig
 from torch import Tensor
 
 from nemo_aligner.algorithms import ppo_data
-from nemo_aligner.algorithms.alarms import rollout_health
 from nemo_aligner.algorithms.policy_gradient import PolicyGradientTrainer
 from nemo_aligner.algorithms.rollouts import PPORolloutBatch as ReinforceRolloutBatch
 from nemo_aligner.algorithms.rollouts import (
@@ -88,13 +87,10 @@ class ReinforceTrainer(PolicyGradientTrainer):
     def learn(
         self, data: types.ReinforceTrainBatch, rollout_metrics: dict[str, Any]
     ) -> dict[str, Any]:
-        return self.train_policy(self.global_batches(cast(dict[str, Tensor], data)))
+        return self.train_policy(self.global_batches(data))
 
-    def make_data(
-        self, local: types.RolloutBatch
-    ) -> tuple[types.ReinforceTrainBatch, dict[str, Any]]:
-        data, metrics = self.generate_reinforce_data(local)
-        return data, metrics | rollout_health(local, data)
+    def make_data(self, local: types.RolloutBatch) -> tuple[Any, dict[str, Any]]:
+        return self.generate_reinforce_data(local)
 
     def generate_reinforce_data(
         self, rollout_batch: types.RolloutBatch

@@ -16,11 +16,10 @@ in `nemo_aligner.core.types`.
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from operator import attrgetter
-from typing import Any, cast
+from typing import Any
 
 import torch
 from omegaconf import DictConfig
-from torch import Tensor
 
 from nemo_aligner.algorithms.rollout_trainer import RolloutTrainer
 from nemo_aligner.algorithms.rollouts import (
@@ -99,8 +98,7 @@ class RSTrainer(RolloutTrainer):
     rs_optimization_step = property(attrgetter("optimization_step"))
 
     def learn(self, data: types.RSTrainBatch, rollout_metrics: dict[str, Any]) -> dict[str, Any]:
-        columns = cast(dict[str, Tensor], data)
-        return self.train_policy(shares_of_global_batches(columns, self.cfg.model_gbs))
+        return self.train_policy(shares_of_global_batches(data, self.cfg.model_gbs))
 
     def generate_rollouts(
         self,

@@ -25,9 +25,7 @@ _MAX_K3_EXPONENT = 20.0
 
 def name_kl_estimator(use_absolute_kl: bool, estimator: str | None) -> str:
     """`estimator`, or if it is None the one that NeMo-Aligner's flag means: "abs" or "k1"."""
-    if estimator is not None:
-        return estimator
-    return "abs" if use_absolute_kl else "k1"
+    return ("abs" if use_absolute_kl else "k1") if estimator is None else estimator
 
 
 def calculate_kl_penalty(

@@ -402,8 +402,19 @@ def check_finite(
     if not wrong.any():
         return
     bad_loss, bad_gradient = wrong.tolist()
-    mine = _where_loss_is_wrong(shares, rows), _weights_with_wrong_gradients(model_chunks)
-    by_rank = gathered(mine)
+    rank, place = parallel_state.get_data_parallel_rank(), ""
+    first = next((part for share, part in zip(shares, rows) if not share.isfinite()), None)
+    if first is not None:
+        samples = f"sample{'s' * (len(first) > 1)} {', '.join(map(str, sorted(first)))}"
+        place = f"first in {samples} of the share of data-parallel rank {rank}"
+    weights = [
+        name.removeprefix("module.").removeprefix("module.")
+        for chunk in model_chunks
+        if isinstance(chunk, DistributedDataParallel)
+        for name, parameter in chunk.named_parameters()
+        if parameter.requires_grad and not parameter.main_grad.isfinite().all()
+    ]
+    by_rank = gathered((place, weights))
     places = [place for place, _ in by_rank if place]
     names = sorted({name for _, names in by_rank for name in names})
     parts = []
@@ -425,24 +436,3 @@ def _gradients_are_finite(model_chunks: Sequence[torch.nn.Module]) -> bool:
                 if not norm.isfinite() and not buffer.grad_data.isfinite().all():
                     return False
     return True
-
-
-def _weights_with_wrong_gradients(model_chunks: Sequence[torch.nn.Module]) -> list[str]:
-    return [
-        name.removeprefix("module.").removeprefix("module.")
-        for chunk in model_chunks
-        if isinstance(chunk, DistributedDataParallel)
-        for name, parameter in chunk.named_parameters()
-        if parameter.requires_grad and not parameter.main_grad.isfinite().all()
-    ]
-
-
-def _where_loss_is_wrong(
-    shares: Sequence[torch.Tensor], rows: Sequence[Sequence[int]]
-) -> str | None:
-    for share, samples in zip(shares, rows):
-        if not share.isfinite():
-            kind, named = "sample" + "s" * (len(samples) > 1), ", ".join(map(str, sorted(samples)))
-            rank = parallel_state.get_data_parallel_rank()
-            return f"first in {kind} {named} of the share of data-parallel rank {rank}"
-    return None

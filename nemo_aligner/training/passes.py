@@ -18,7 +18,6 @@ import bisect
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 
 import torch
 from megatron.core.transformer import TransformerConfig
@@ -211,7 +210,7 @@ def forget_token_counts() -> None:
 def token_metrics(
     names: Mapping[str, str],
     seconds: Mapping[str, float],
-    speeds: Mapping[str, float] = MappingProxyType({}),
+    speeds: Mapping[str, float] | None = None,
 ) -> dict[str, float]:
     """Counts since the last call, as metrics, over all data-parallel ranks; all ranks call it with
     the `names` of the phases, and the `seconds` that those took, by name.
@@ -228,7 +227,7 @@ def token_metrics(
     if parallel_state.get_data_parallel_world_size() > 1:
         torch.distributed.all_reduce(counts, group=parallel_state.get_data_parallel_group())
     peak = peak_of_this_card()
-    tokens, speeds = {}, {**speeds}
+    tokens, speeds = {}, {**(speeds or {})}
     found = zip(names.values(), counts.tolist(), strict=True)
     for name, (samples, real, computed, flops) in found:
         if not computed:

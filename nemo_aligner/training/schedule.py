@@ -126,14 +126,12 @@ def check_progress(
     at its interval, whose checkpoint is ranked by it; a save also when the job must end
     (`must_save`).
     """
-    validation_enabled = limit_val_batches != 0 and val_check_interval > 0
-    save_enabled = save_interval > 0
+    validates, saves = limit_val_batches != 0 and val_check_interval > 0, save_interval > 0
     is_train_end = step == max_steps
     last = is_train_end or run_time_exceeded
-    save_due = save_enabled and (last or step % save_interval == 0)
-    run_val = validation_enabled and (last or save_due or step % val_check_interval == 0)
-    save_model = save_due or (save_enabled and must_save)
-    return run_val, save_model, is_train_end
+    save_due = saves and (last or step % save_interval == 0)
+    run_val = validates and (last or save_due or step % val_check_interval == 0)
+    return run_val, save_due or (saves and must_save), is_train_end
 
 
 def supervised_max_steps(
