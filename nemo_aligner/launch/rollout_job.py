@@ -33,6 +33,7 @@ from nemo_aligner.data.nlp.builders import (
 )
 from nemo_aligner.data.nlp.chat_records import holds_conversation
 from nemo_aligner.data.nlp.chat_template import ChatTemplate
+from nemo_aligner.data.nlp.fields import ALL_COLUMNS
 from nemo_aligner.data.nlp.prompts import (
     PromptColumns,
     RLHFDataset,
@@ -61,7 +62,6 @@ from nemo_aligner.servers.scoring_clients import (
     RewardsInPlaceOfCritic,
     ScoreSource,
 )
-from nemo_aligner.servers.worker import ALL_COLUMNS, LoadError, load_named
 from nemo_aligner.training.schedule import compute_num_steps_per_epoch
 
 if TYPE_CHECKING:
@@ -199,6 +199,8 @@ def own_function(named: str | None, key: str, parameters: Sequence[str]) -> Call
     """
     if named is None:
         return None
+    from nemo_aligner.servers.worker import LoadError, load_named
+
     path, _, name = named.rpartition(":")
     called = f"{name}({', '.join(f'{each}=...' for each in parameters)})"
     import_path = list(sys.path)
