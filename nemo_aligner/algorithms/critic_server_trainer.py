@@ -173,7 +173,9 @@ class CriticServerTrainer:
         )
         self._loop.run()
 
-    run_subscriber_loop = run_server  # as ranks above 0 may call it
+    def run_subscriber_loop(self) -> None:
+        """`run_server`, as ranks above 0 may call it."""
+        self.run_server()
 
     def server_infer(self, **inputs: Array) -> Arrays:
         return self._scorer.reply_to(inputs, self._loop)

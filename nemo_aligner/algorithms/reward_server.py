@@ -89,7 +89,9 @@ class RewardModelServer:
         )
         self._loop.run()
 
-    run_subscriber_loop = run_server  # as ranks above 0 may call it
+    def run_subscriber_loop(self) -> None:
+        """`run_server`, as ranks above 0 may call it."""
+        self.run_server()
 
     def endpoint(self) -> schema.Endpoint:
         return schema.reward_model_endpoint(self.per_token, self.attributes)
