@@ -176,12 +176,10 @@ def others(wrong: dict[str, str]) -> Iterator[Finding]:
 
 
 def gpu_names(torch: ModuleType) -> list[str]:
-    try:
-        if not torch.cuda.is_available():
-            return []
-        return [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())]
-    except Exception:  # a driver that does not fit
-        return []
+    with contextlib.suppress(Exception):  # of a driver that does not fit
+        if torch.cuda.is_available():
+            return [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())]
+    return []
 
 
 def cuda(torch: ModuleType | None, gpus: list[str]) -> Finding:
@@ -191,10 +189,10 @@ def cuda(torch: ModuleType | None, gpus: list[str]) -> Finding:
     if not (os.path.exists("/dev/nvidiactl") or shutil.which("nvidia-smi")):
         return Finding(OK, "CUDA", "no NVIDIA GPU: jobs run on the CPU")
     build = torch.version.cuda if torch is not None else None
+    remedy = "Install a build of torch with CUDA"
+    if build is not None:
+        remedy = f"See that nvidia-smi lists it and that its driver is new enough for CUDA {build}"
     text = "torch cannot use this machine's GPU: jobs run on the CPU"
-    if build is None:
-        return Finding(WARNING, "CUDA", text, "Install a build of torch with CUDA")
-    remedy = f"See that nvidia-smi lists it and that its driver is new enough for CUDA {build}"
     return Finding(WARNING, "CUDA", text, remedy)
 
 
@@ -270,11 +268,11 @@ def name_of_this_machine() -> Finding:
         addresses = {info[4][0] for info in socket.getaddrinfo("localhost", None)}
     except OSError as error:
         addresses = {str(error)}
+    shown = ", ".join(sorted(map(str, addresses)))
     if addresses <= {LOOPBACK, "::1"}:
-        return Finding(OK, "localhost", ", ".join(sorted(map(str, addresses))))
-    text = f"leads to {', '.join(sorted(map(str, addresses)))}"
+        return Finding(OK, "localhost", shown)
     remedy = f"Write {LOOPBACK} in place of localhost, or mend /etc/hosts"
-    return Finding(WARNING, "localhost", text, remedy)
+    return Finding(WARNING, "localhost", f"leads to {shown}", remedy)
 
 
 def disk(
@@ -365,14 +363,15 @@ def open_files(limits: tuple[int, int]) -> Finding:
 # --- command -------------------------------------------------------------------------------------
 
 
-def parser() -> argparse.ArgumentParser:
-    result = argparse.ArgumentParser(
+def main(argv: list[str] | None = None) -> None:
+    """Look at everything and print each finding as it comes."""
+    parser = argparse.ArgumentParser(
         prog="nemo-aligner doctor",
         description="Say whether jobs can run on this machine, and what to do where they cannot. "
         "The exit code is 0 if all of them can.",
         epilog="See docs/jobs.md.",
     )
-    result.add_argument(
+    parser.add_argument(
         "folder",
         nargs="?",
         type=Path,
@@ -380,12 +379,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="FOLDER",
         help="in which runs will be written (default: the current one)",
     )
-    return result
-
-
-def main(argv: list[str] | None = None) -> None:
-    """Look at everything and print each finding as it comes."""
-    args = parser().parse_args(argv)
+    args = parser.parse_args(argv)
     warnings.simplefilter("ignore")  # of packages that are imported
     findings = []
     with start_up.long_imports():

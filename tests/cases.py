@@ -50,11 +50,15 @@ def in_one_test(names: str, cases: Iterable[Any]) -> Callable[[Callable[..., Non
 
 
 @contextlib.contextmanager
-def says(kind: type[BaseException], *words: str) -> Iterator[None]:
-    """`pytest.raises` of an error whose message has all the words, which are no patterns."""
+def says(kind: type[BaseException], *words: str, but: Sequence[str] = ()) -> Iterator[None]:
+    """`pytest.raises` of an error whose message has all the words, which are no patterns, and none
+    of `but`.
+    """
     with pytest.raises(kind) as caught:
         yield
-    assert [word for word in words if word not in str(caught.value)] == [], str(caught.value)
+    said = str(caught.value)
+    assert [word for word in words if word not in said] == [], said
+    assert [word for word in but if word in said] == [], said
 
 
 def some_of(

@@ -79,6 +79,27 @@ def no_process_group_is_left_behind():
         sys.modules["nemo_aligner.parallel.parallel_state"].destroy()
 
 
+def logged(monkeypatch, *levels: str) -> list[str]:
+    from nemo.utils import logging
+
+    messages: list[str] = []
+    for level in levels:
+        monkeypatch.setattr(logging, level, lambda message, *_, **__: messages.append(message))
+    return messages
+
+
+@pytest.fixture
+def warnings(monkeypatch):
+    """The warnings so far."""
+    return logged(monkeypatch, "warning")
+
+
+@pytest.fixture
+def lines(monkeypatch):
+    """What was logged so far and is no error."""
+    return logged(monkeypatch, "info", "warning")
+
+
 @pytest.fixture(scope="session")
 def tiny_tokenizer_dir(tmp_path_factory) -> str:
     """Folder with a Hugging Face fast tokenizer: byte-level BPE of 300 ids, any text round-trips,

@@ -4,7 +4,7 @@
 
 import contextlib
 
-from nemo_aligner.training import megatron_steps, passes
+from nemo_aligner.training import passes
 
 
 @contextlib.contextmanager
@@ -14,10 +14,10 @@ def as_padded():
     def plan(model_chunks, tokens, _lengths, micro_batch_size, _tokens, **options):
         options["keep_order"] = options["training"]
         sizes = None, micro_batch_size, None
-        return passes.plan_of_rank(model_chunks, tokens, *sizes, **options)
+        return plan_of_rank(model_chunks, tokens, *sizes, **options)
 
-    megatron_steps.plan_of_rank = plan
+    plan_of_rank, passes.plan_of_rank = passes.plan_of_rank, plan
     try:
         yield
     finally:
-        megatron_steps.plan_of_rank = passes.plan_of_rank
+        passes.plan_of_rank = plan_of_rank

@@ -1,14 +1,14 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Servers for tests of the clients: sockets that follow a script, for failures at moments at which
-a real server cannot be made to fail.
+"""Servers for tests of the clients that follow a script, for failures at moments at which a real
+server cannot be made to fail.
 """
 
-import contextlib
 import json
 import socket
 import threading
 import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
 
@@ -22,8 +22,8 @@ def triton_config(endpoint: Endpoint, max_batch_size: int | None = None) -> dict
     return config if max_batch_size is None else {**config, "max_batch_size": max_batch_size}
 
 
-class ScriptedServer:
-    """A socket that speaks as much HTTP as a probe and a request need.
+class ScriptedServer(ThreadingHTTPServer):
+    """What a probe and a request get is sent as it is, then the connection is closed.
 
     Attributes:
         ready: reply to probes: an HTTP status, or None for silence.
@@ -42,77 +42,61 @@ class ScriptedServer:
         self.config = triton_config(reward_model_endpoint())
         self.probes = self.requests = self.open = self.at_once = 0
         self.inputs, self.replies = [], {}
-        self._lock = threading.Lock()
-        self._hold = threading.Event()
-        self.socket = socket.create_server(("127.0.0.1", 0))
-        self.port = self.socket.getsockname()[1]
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def __enter__(self):
-        return self
+        self.lock, self.ends = threading.Lock(), threading.Event()
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.port = self.server_address[1]
+        threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
 
     def __exit__(self, *_):
         self.stop()
 
     def stop(self):
         """Refuse connections; those that are kept open are closed."""
-        self._hold.set()
-        with contextlib.suppress(OSError):  # stopped already
-            # A thread waits in `accept`: closing alone would let one more connection in.
-            self.socket.shutdown(socket.SHUT_RDWR)
-        self.socket.close()
+        self.ends.set()
+        self.shutdown()
+        self.server_close()
 
-    def _accept(self):
-        while True:
-            try:
-                connection, _ = self.socket.accept()
-            except OSError:
-                return
-            threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
-
-    def _serve(self, connection):
-        with connection:
-            data = b""
-            while b"\r\n\r\n" not in data:
-                if not (more := connection.recv(65536)):
-                    return
-                data += more
-            head, body = data.split(b"\r\n\r\n", 1)
-            if head.split()[1].endswith(b"/config") and self.ready is not None:
-                connection.sendall(http(self.config, 200))
-                return
-            if head.startswith(b"GET"):
-                self.probes += 1
-                if (reply := self.replies.get(head.split()[1])) is not None:
-                    connection.sendall(reply)
-                elif self.ready is None:
-                    self._hold.wait()
-                else:
-                    head = f"HTTP/1.1 {self.ready} X\r\nContent-Length: 0\r\n\r\n"
-                    connection.sendall(head.encode())
-                return
-            fields = dict(line.lower().split(": ", 1) for line in head.decode().split("\r\n")[1:])
-            while len(body) < int(fields["content-length"]):
-                body += connection.recv(65536)
-            with self._lock:
-                index = self.requests
-                self.requests += 1
-                self.open += 1
-                self.at_once = max(self.at_once, self.open)
-            start = int(fields["inference-header-content-length"])
-            self.inputs.append([item["name"] for item in json.loads(body[:start])["inputs"]])
-            reply = self.reply(index, body, start)
-            with self._lock:
-                self.open -= 1
-            if reply is None:
-                self._hold.wait()
-            else:
-                connection.sendall(reply)
+    def handle_error(self, *_):
+        """A client has left."""
 
     def reply(self, index, body, start):
         """What to send for a request whose arrays begin at `start` of its body."""
         (token,) = np.frombuffer(body[start : start + 8], np.int64)
         return self.script(index, [[float(token)]])
+
+
+class _Handler(BaseHTTPRequestHandler):
+    def log_message(self, *_):
+        """Nothing."""
+
+    def send(self, reply):
+        if reply is None:
+            self.server.ends.wait()
+        else:
+            self.wfile.write(reply)
+
+    def do_GET(self):
+        server = self.server
+        if self.path.endswith("/config") and server.ready is not None:
+            self.send(http(server.config, 200))
+            return
+        server.probes += 1
+        empty = f"HTTP/1.1 {server.ready} X\r\nContent-Length: 0\r\n\r\n".encode()
+        self.send(server.replies.get(self.path.encode(), None if server.ready is None else empty))
+
+    def do_POST(self):
+        server, body = self.server, self.rfile.read(int(self.headers["Content-Length"]))
+        with server.lock:
+            index = server.requests
+            server.requests += 1
+            server.open += 1
+            server.at_once = max(server.at_once, server.open)
+        start = int(self.headers["Inference-Header-Content-Length"])
+        server.inputs.append([item["name"] for item in json.loads(body[:start])["inputs"]])
+        reply = server.reply(index, body, start)
+        with server.lock:
+            server.open -= 1
+        self.send(reply)
 
 
 def answer(rewards, status=200):

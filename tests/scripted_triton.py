@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The front of a server in a test, and Triton as a script behind it."""
 
+import contextlib
+import http.client
 import json
 import socketserver
 import threading
@@ -10,6 +12,7 @@ from http.server import BaseHTTPRequestHandler
 from nemo_aligner.servers.front import Front
 from nemo_aligner.servers.ports import find_free_port
 from nemo_aligner.servers.triton_host import REQUEST_PARAMETER, TritonHost
+from tests.patience import patience
 
 
 def open_front(endpoints, access, port=0, tls=None, kind=Front):
@@ -17,6 +20,18 @@ def open_front(endpoints, access, port=0, tls=None, kind=Front):
     front = kind("127.0.0.1", port or find_free_port(), endpoints, access, tls)
     front.open()
     return front
+
+
+def ask(address, method, path, body=None, headers=None, limit_s=20):
+    """Status, headers and body of the reply; status 0 if there is none."""
+    connection = http.client.HTTPConnection(*address, timeout=patience(limit_s))
+    with contextlib.closing(connection):
+        try:
+            connection.request(method, path, body, headers or {})
+            reply = connection.getresponse()
+            return reply.status, reply.headers, reply.read()
+        except (ConnectionError, http.client.HTTPException):
+            return 0, {}, b""
 
 
 class ScriptedTriton(socketserver.ThreadingUnixStreamServer):

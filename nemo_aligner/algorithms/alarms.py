@@ -15,21 +15,16 @@ import contextlib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from operator import itemgetter
+from typing import Any
 
 import torch
 from nemo.utils import logging
 from torch import Tensor
 
+from nemo_aligner.core import types
 from nemo_aligner.core.errors import NonFiniteError, PolicyReferenceError
 from nemo_aligner.core.tokenizer import Tokenizer
-from nemo_aligner.core.types import (
-    PPOTrainBatch,
-    ReinforceTrainBatch,
-    Rollout,
-    RolloutBatch,
-    Scores,
-)
 from nemo_aligner.models.alignable_interface import SupervisedInterface
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.collectives import (
@@ -59,17 +54,11 @@ class Watched:
     quantity: Callable[[Metrics], float | None] | None = None
 
     def value(self, metrics: Metrics) -> float | None:
-        return self.quantity(metrics) if self.quantity else metrics.get(self.key)
-
-
-def _first_rewards(metrics: Metrics) -> float | None:
-    mean, std = metrics.get("rewards_all_mean"), metrics.get("rewards_all_std")
-    return None if mean is None or std is None else math.hypot(mean, std)
-
-
-def _truncated_fraction(metrics: Metrics) -> float | None:
-    ended = metrics.get("fraction_of_samples_properly_ended")
-    return None if ended is None else 1.0 - ended
+        """The quantity; None: the phase does not have it."""
+        try:
+            return self.quantity(metrics) if self.quantity else metrics[self.key]
+        except KeyError:
+            return None
 
 
 WARNINGS = (
@@ -79,7 +68,7 @@ WARNINGS = (
         "Sampler and trainer give the tokens other probabilities, so every update is off-policy. "
         "Usual causes: a temperature that one of them does not apply, dropout left on, another "
         "precision or kernel in decoding, or stale weights in the sampler.",
-        quantity=lambda metrics: metrics.get("sampling_ratio_mean_error"),
+        quantity=itemgetter("sampling_ratio_mean_error"),
     ),
     Watched(
         "first_update_kl",
@@ -96,7 +85,7 @@ WARNINGS = (
         "loss log 2. Usual causes: a dropout (model.hidden_dropout, attention_dropout, "
         "peft.lora_tuning.adapter_dropout), or another precision or kernel in training.",
         last_step=0,
-        quantity=_first_rewards,
+        quantity=lambda of: math.hypot(of["rewards_all_mean"], of["rewards_all_std"]),
     ),
     Watched(
         "clip_fraction",
@@ -104,7 +93,7 @@ WARNINGS = (
         "The policy moves too far within one rollout: clipped tokens do not train it. Lower "
         "model.optim.lr or trainer.ppo.ppo_epochs, use larger global batches, or set "
         "trainer.ppo.target_kl.",
-        quantity=lambda metrics: metrics.get("ppo_clip_fraction"),
+        quantity=itemgetter("ppo_clip_fraction"),
     ),
     Watched(
         "explained_variance",
@@ -120,7 +109,7 @@ WARNINGS = (
         "Almost no response ends by itself; what is cut off has the rewards of fragments, or does "
         "not teach the policy to end. Raise length_params.max_length, check that the SFT data end "
         "with the eos token, or set sampling_params.end_strings.",
-        quantity=_truncated_fraction,
+        quantity=lambda metrics: 1.0 - metrics["fraction_of_samples_properly_ended"],
     ),
     Watched(
         "likelihood_fall",
@@ -137,7 +126,7 @@ WARNINGS = (
         "are exchanged in the data, or in its rewards (rpo_*), or the learning rate is too high. "
         "Look at the data: nemo-aligner inspect.",
         first_step=AFTER_WARMUP,
-        quantity=lambda metrics: metrics.get("acc"),
+        quantity=itemgetter("acc"),
     ),
     Watched(
         "margin",
@@ -224,17 +213,14 @@ class Alarms:
                 self.active.discard(watched.key)
             elif watched.key not in self.active:
                 self.active.add(watched.key)
-                self._say(watched, value, threshold, step)
+                side = "above" if watched.bad_above else "below"
+                if parallel_state.get_rank() == 0:
+                    self._warn(
+                        f"alarm: {watched.key} is {value:.4g} at step {step}, {side} "
+                        f"{self.section}.{watched.key}={threshold:g}. {watched.meaning} (Not "
+                        "repeated until this state has ended.)"
+                    )
         return {"alarms_active": len(self.active)}
-
-    def _say(self, watched: Watched, value: float, threshold: float, step: int) -> None:
-        if parallel_state.get_rank() == 0:
-            side = "above" if watched.bad_above else "below"
-            self._warn(
-                f"alarm: {watched.key} is {value:.4g} at step {step}, {side} "
-                f"{self.section}.{watched.key}={threshold:g}. {watched.meaning} (Not repeated "
-                "until this state has ended.)"
-            )
 
     def check_replicas(
         self, model: SupervisedInterface, step: int, timer: ScopedTimer | None = None
@@ -270,25 +256,22 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
     """
     group = parallel_state.get_data_parallel_group()
     error = torch.where(mask.bool(), returns - values, 0)
-    variances = [
+    unexplained, whole = (
         float(masked_global_mean_var(tensor, mask, group)[1]) for tensor in (error, returns)
-    ]
-    return 1.0 - variances[0] / variances[1] if variances[1] > 0 else math.nan
+    )
+    return 1.0 - unexplained / whole if whole > 0 else math.nan
 
 
-def rollout_health(
-    rollout_batch: RolloutBatch, data: PPOTrainBatch | ReinforceTrainBatch
-) -> dict[str, float]:
+def rollout_health(rollout_batch: types.RolloutBatch, data: Mapping[str, Any]) -> dict[str, float]:
     """The quantities above whose tensors are present, of all DP ranks; all ranks call it."""
     metrics: dict[str, float] = {}
     if "sampling_logprobs" in rollout_batch:
         metrics |= sampling_ratio_metrics(
             rollout_batch["logprobs"], rollout_batch["sampling_logprobs"], data["mask"]
         )
-    tensors = cast(Mapping[str, Tensor], data)
-    if "values" in tensors and "returns" in tensors:
+    if "values" in data and "returns" in data:
         metrics["explained_variance"] = explained_variance(
-            tensors["values"], tensors["returns"], tensors["mask"]
+            data["values"], data["returns"], data["mask"]
         )
     return metrics
 
@@ -315,7 +298,7 @@ def check_policy_equals_reference(
     return {"policy_reference_difference": largest}
 
 
-def check_rewards(rollout: Rollout, scores: Scores, tokenizer: Tokenizer) -> None:
+def check_rewards(rollout: types.Rollout, scores: types.Scores, tokenizer: Tokenizer) -> None:
     """Raise `NonFiniteError`, with dataset index and prompt, for a reward that is NaN or infinite.
     The rollout is that of all ranks, so all raise together.
     """
@@ -339,6 +322,5 @@ def _largest_over_dp(tensor: Tensor) -> float:
     """Largest value over all DP ranks of a tensor without NaN; 0 if it is empty everywhere."""
     largest = tensor.max().item() if tensor.numel() else 0.0
     group = parallel_state.get_data_parallel_group()
-    return all_reduce_dict(
-        {"largest": largest}, torch.float64, group, torch.distributed.ReduceOp.MAX
-    )["largest"]
+    found = all_reduce_dict({"": largest}, group=group, op=torch.distributed.ReduceOp.MAX)
+    return found[""]

@@ -9,7 +9,6 @@ of a request, n of one data-parallel rank's share, S padded token length; column
 predicts token t+1.
 """
 
-import collections
 import concurrent.futures
 import contextlib
 import json
@@ -33,24 +32,10 @@ from nemo_aligner.core.types import Optimizer, Scheduler
 from nemo_aligner.models.alignable_interface import CriticModelInterface
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.device import get_device
-from nemo_aligner.servers import schema
+from nemo_aligner.servers import schema, scoring, server_loop
 from nemo_aligner.servers.constants import ServerSignal
-from nemo_aligner.servers.control_group import ControlGroup
 from nemo_aligner.servers.requests import PieceStore, pad_rows
-from nemo_aligner.servers.schema import Array, Arrays
-from nemo_aligner.servers.scoring import (
-    Inputs,
-    Scorer,
-    model_limits,
-    share_of_rank,
-)
-from nemo_aligner.servers.server_loop import (
-    OperationFailedError,
-    ServerLoop,
-    ServerStoppingError,
-    read_front,
-)
-from nemo_aligner.servers.validation import read_request_id, validate_training_inputs
+from nemo_aligner.servers.schema import Array, Arrays, read_request_id, validate_training_inputs
 from nemo_aligner.training.loggers import CustomLoggerWrapper, named
 from nemo_aligner.training.megatron_steps import naming_step
 from nemo_aligner.training.optim import train_on_batch
@@ -103,15 +88,15 @@ class CriticServerTrainer:
         self.combine_rm_and_critic_server = cfg.combine_rm_and_critic_server
 
         server = complete(server, "gpt_ppo_critic", "server")
-        self._make_front = read_front(cfg, server, "trainer.ppo", cfg.require_lease)
+        self._make_front = server_loop.read_front(cfg, server, "trainer.ppo", cfg.require_lease)
         dp_size = parallel_state.get_data_parallel_world_size()
         if gbs % dp_size:
             raise ConfigError(
                 f"model.global_batch_size={gbs} does not divide over the critic's {dp_size} data-"
                 "parallel ranks. Change it, trainer.devices, or the other parallel sizes."
             )
-        self.vocab_size, self.max_length = model_limits(model)
-        self._scorer = Scorer(
+        self.vocab_size, self.max_length = scoring.model_limits(model)
+        self._scorer = scoring.Scorer(
             self._score_rows,
             tokenize_func,
             model_forward_micro_batch_size,
@@ -132,9 +117,9 @@ class CriticServerTrainer:
         self._last_save: _Save | None = None  # the newest save
         # Ends what the model was last prepared for, if that was interrupted.
         self._finish: Callable[[], None] | None = None
-        self._replies: collections.OrderedDict[str, Arrays | Exception] = collections.OrderedDict()
+        self._replies: dict[str, Arrays | Exception] = {}  # the newest
         self._pieces = PieceStore()
-        self._loop: ServerLoop | None = None
+        self._loop: server_loop.ServerLoop | None = None
 
     # ---- state ----
 
@@ -165,7 +150,7 @@ class CriticServerTrainer:
     def run_server(self) -> None:
         """Serve until SIGTERM or SIGINT reaches any rank; every rank calls it."""
         combined = self.combine_rm_and_critic_server
-        self._loop = ServerLoop(
+        self._loop = server_loop.ServerLoop(
             name="critic server",
             endpoints=[
                 (schema.critic_infer_endpoint(combined), self.server_infer),
@@ -181,7 +166,7 @@ class CriticServerTrainer:
                 ServerSignal.RESUME: self._resume,
             },
             after_failure=self._recover,
-            control=self.control,
+            control=self._scorer.control,
             make_front=self._make_front,
             is_saving=lambda: self._saving is not None,
             end_save=self._end_save,
@@ -226,13 +211,13 @@ class CriticServerTrainer:
                     raise
                 self._replies[request_id] = error
         if len(self._replies) > REMEMBERED_REQUESTS:
-            self._replies.popitem(last=False)
+            del self._replies[next(iter(self._replies))]
         return self._reply_to(request_id)
 
     def _reply_to(self, request_id: str) -> Arrays:
         reply = self._replies[request_id]
         if isinstance(reply, Exception):
-            raise OperationFailedError(
+            raise server_loop.OperationFailedError(
                 f"request {request_id} failed halfway and is not repeated: {cause_of(reply)}"
             ) from reply
         return reply
@@ -247,7 +232,7 @@ class CriticServerTrainer:
         save = self._last_save
         while save is not None and not concurrent.futures.wait([save.outcome], 0.2).done:
             if self._loop is None or self._loop.is_closed:
-                raise ServerStoppingError("the critic server is shutting down")
+                raise server_loop.ServerStoppingError("the critic server is shutting down")
         if save is not None:
             save.outcome.result()
         return reply
@@ -278,10 +263,6 @@ class CriticServerTrainer:
 
     # ---- operations: every rank runs them together ----
 
-    @property
-    def control(self) -> ControlGroup:
-        return self._scorer.control
-
     @contextlib.contextmanager
     def _prepared(self, prepare: Callable[[], None], finish: Callable[[], None]) -> Iterator[None]:
         """Call `prepare()` now and `finish()` at the end; after an error only `_recover` calls
@@ -293,7 +274,7 @@ class CriticServerTrainer:
         self._finish = None
         finish()
 
-    def run_inference(self, inputs: Inputs | None = None, **named: Array) -> Arrays:
+    def run_inference(self, inputs: scoring.Inputs | None = None, **named: Array) -> Arrays:
         """Score a batch: values float32 [N, S] and, when combined, rewards float32 [N, 1].
 
         Every rank calls it, rank 0 with `tokens` int64 [N, S] and `sequence_lengths` int64 [N] or
@@ -330,7 +311,7 @@ class CriticServerTrainer:
 
     def run_training(
         self,
-        tokens: Array | Inputs | None = None,
+        tokens: Array | scoring.Inputs | None = None,
         returns: Array | None = None,
         prev_values: Array | None = None,
         mask: Array | None = None,
@@ -344,7 +325,8 @@ class CriticServerTrainer:
             return self.run_training(**tokens)
         named = {"tokens": tokens, "returns": returns, "prev_values": prev_values, "mask": mask}
         inputs = {name: array for name, array in named.items() if array is not None}
-        return self._update(**self.control.from_rank_zero(lambda: self._check_training(inputs)))
+        checked = self._scorer.control.from_rank_zero(lambda: self._check_training(inputs))
+        return self._update(**checked)
 
     def _update(self, **arrays: Array) -> Arrays:
         losses = []
@@ -355,7 +337,7 @@ class CriticServerTrainer:
             self._prepared(self.model.prepare_for_training, self.model.finish_training),
         ):
             for start in range(0, arrays["tokens"].shape[0], self.gbs):
-                share = share_of_rank(start, self.gbs)
+                share = scoring.share_of_rank(start, self.gbs)
                 with naming_step(f"critic step {self.step + 1}"):
                     losses.append(
                         self._train_step(
@@ -434,7 +416,7 @@ class CriticServerTrainer:
                 self.ckpt_callback.check_save()
         except SaveError as error:  # on all ranks
             logging.error(f"critic server: no checkpoint of actor step {save.actor_step}: {error}")
-            save.outcome.set_exception(OperationFailedError(cause_of(error)))
+            save.outcome.set_exception(server_loop.OperationFailedError(cause_of(error)))
             return
         if not self.ckpt_callback.is_saving:
             self.saved_step, self.actor_step = save.step, save.actor_step

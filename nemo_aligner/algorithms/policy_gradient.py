@@ -24,31 +24,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nemo_aligner.algorithms.alarms import check_policy_equals_reference
+from nemo_aligner.algorithms import rollouts
+from nemo_aligner.algorithms.alarms import check_policy_equals_reference, rollout_health
 from nemo_aligner.algorithms.rollout_trainer import RolloutTrainer
-from nemo_aligner.algorithms.rollouts import (
-    CollectedRollout,
-    PPORolloutBatch,
-    compute_num_rollout_microbatches,
-    first_sample,
-    local_places,
-    local_share,
-    part_columns,
-    response_mask,
-    sample_table,
-    score_columns,
-    shares_of_global_batches,
-)
 from nemo_aligner.algorithms.training_loop import TRAIN_TABLE_ROWS, Parts, log_probs
+from nemo_aligner.core import types
 from nemo_aligner.core.tensors import sample_seeds
-from nemo_aligner.core.types import (
-    InferenceBatch,
-    PromptIterator,
-    PromptLoaderBuilder,
-    Rollout,
-    RolloutBatch,
-    Scores,
-)
 from nemo_aligner.models.alignable_interface import PolicyWithReference
 from nemo_aligner.servers.futures import FutureScores
 
@@ -68,12 +49,12 @@ class PolicyGradientTrainer(RolloutTrainer):
     def __init__(
         self,
         parts: Parts,
-        train: PromptLoaderBuilder,
-        validation: PromptLoaderBuilder | None,
+        train: types.PromptLoaderBuilder,
+        validation: types.PromptLoaderBuilder | None,
         collate_fn: Any,
-        iterator: PromptIterator,
+        iterator: types.PromptIterator,
         num_rollouts_per_prompt: int,
-        score: Callable[[Rollout], FutureScores],
+        score: Callable[[types.Rollout], FutureScores],
     ):
         """See `PPOTrainer`; `iterator` is its `batch_iterator_cls`."""
         # Sizes that do not fit are refused now, not after the first steps.
@@ -117,19 +98,22 @@ class PolicyGradientTrainer(RolloutTrainer):
                 rollout, scores, drawn, draw_metrics = self._redraw(collected, sampling_step)
             local = self._with_logprobs(rollout)
             scores = scores or self.wait_for_scores(collected)
-            columns = score_columns(scores) | part_columns(scores)
-            local.update(self._local_share(PPORolloutBatch(columns)).columns)
+            columns = rollouts.score_columns(scores) | rollouts.part_columns(scores)
+            local.update(self._local_share(rollouts.PPORolloutBatch(columns)).columns)
             data, data_metrics = self.make_data(local)
+            data_metrics |= rollout_health(local, data)
             data_metrics |= self._check_first_kl(local, data["mask"])
             data["sample_order"] = local["sample_order"]
 
-        table = sample_table(rollout.columns, scores, self.model.tokenizer, TRAIN_TABLE_ROWS)
+        table = rollouts.sample_table(
+            rollout.columns, scores, self.model.tokenizer, TRAIN_TABLE_ROWS
+        )
         metrics = self.rollout_metrics(rollout.columns, scores) | draw_metrics | data_metrics
         metrics |= {"table": table, "consumed_samples": self.consumed_samples}
         return data, metrics, self.generation_timings(drawn.columns)
 
     @abstractmethod
-    def make_data(self, local: RolloutBatch) -> tuple[Any, dict[str, Any]]:
+    def make_data(self, local: types.RolloutBatch) -> tuple[Any, dict[str, Any]]:
         """What the updates consume, of this rank's samples, `mask` f32 `[B, S-1]` among it, and
         metrics over all ranks, who all call it.
         """
@@ -145,34 +129,34 @@ class PolicyGradientTrainer(RolloutTrainer):
 
     def compute_rollout_metrics(self, rollout_batch: Mapping[str, Tensor]) -> dict[str, Any]:
         """Means over a `Rollout` with `rewards` f32 `[N]`, with `table`, its first sample."""
-        scores = Scores(rollout_batch["rewards"])
-        metrics = self.rollout_metrics(cast(Rollout, rollout_batch), scores)
-        return {**metrics, "table": first_sample(rollout_batch, self.model.tokenizer)}
+        scores = types.Scores(rollout_batch["rewards"])
+        metrics = self.rollout_metrics(cast(types.Rollout, rollout_batch), scores)
+        return {**metrics, "table": rollouts.first_sample(rollout_batch, self.model.tokenizer)}
 
     # ---------------------------------------------------------------------------- parts of a step
 
-    def validation_prompts(self) -> Iterable[InferenceBatch]:
+    def validation_prompts(self) -> Iterable[types.InferenceBatch]:
         assert self.validation_builder is not None
         return self._prompts(self.validation_builder, 0)
 
     def _prompts(
-        self, dataloader_builder: PromptLoaderBuilder, consumed_samples: int
-    ) -> Iterable[InferenceBatch]:
+        self, dataloader_builder: types.PromptLoaderBuilder, consumed_samples: int
+    ) -> Iterable[types.InferenceBatch]:
         dataloader = dataloader_builder(consumed_samples=consumed_samples)
-        num_microbatches = compute_num_rollout_microbatches(dataloader)
+        num_microbatches = rollouts.compute_num_rollout_microbatches(dataloader)
         with self.timer("batch_iterator_init"):
             sampler, dataset = iter(dataloader.batch_sampler), dataloader.dataset
             return self.iterator(sampler, num_microbatches, dataset, self.collate_fn)
 
-    def _draw(self, sampling_step: int) -> CollectedRollout:
+    def _draw(self, sampling_step: int) -> rollouts.CollectedRollout:
         prompts = self._prompts(self.train_builder, self.consumed_samples)
         source = self.source_of_logprobs
         compared = self.needs_sampling_logprobs and source is not None
         return self.draw(prompts, sampling_step, compared or source == "sampler")
 
     def _redraw(
-        self, collected: CollectedRollout, sampling_step: int
-    ) -> tuple[PPORolloutBatch, Scores, PPORolloutBatch, dict[str, float]]:
+        self, collected: rollouts.CollectedRollout, sampling_step: int
+    ) -> tuple[rollouts.PPORolloutBatch, types.Scores, rollouts.PPORolloutBatch, dict[str, float]]:
         """Dynamic sampling, from a first round on: `(rollout, scores, all drawn, metrics)`."""
         drawn = DrawnPrompts(
             self.num_rollout_samples,
@@ -182,19 +166,21 @@ class PolicyGradientTrainer(RolloutTrainer):
         )
         drawn.add(collected.rollout, self.wait_for_scores(collected))
         for _ in range(self.dynamic_sampling_rounds):
-            if drawn.is_full:
-                break
+            if all(drawn.differ[place] for place in drawn.places):
+                break  # every prompt to train on has a signal
             collected = self._draw(sampling_step)
             drawn.add(collected.rollout, self.wait_for_scores(collected))
         rollout, scores, everything = drawn.chosen()
         return rollout, scores, everything, drawn.metrics(everything)
 
-    def _local_share(self, rollout: PPORolloutBatch, epoch: int = 0) -> PPORolloutBatch:
-        return local_share(rollout, self.seed, self.step, self.cfg.model_gbs, epoch)
+    def _local_share(
+        self, rollout: rollouts.PPORolloutBatch, epoch: int = 0
+    ) -> rollouts.PPORolloutBatch:
+        return rollouts.local_share(rollout, self.seed, self.step, self.cfg.model_gbs, epoch)
 
-    def _with_logprobs(self, rollout: PPORolloutBatch) -> RolloutBatch:
+    def _with_logprobs(self, rollout: rollouts.PPORolloutBatch) -> types.RolloutBatch:
         local = self._local_share(rollout).columns
-        local["sample_order"] = local_places(len(rollout["idx"]), self.cfg.model_gbs)
+        local["sample_order"] = rollouts.local_places(len(rollout["idx"]), self.cfg.model_gbs)
         tokens, lengths = local["response_tokens"], local["response_lengths"]
         if self.source_of_logprobs == "recompute":
             with self.timer("logprobs"):
@@ -208,7 +194,7 @@ class PolicyGradientTrainer(RolloutTrainer):
                 )
         return local
 
-    def _check_first_kl(self, local: RolloutBatch, mask: Tensor) -> dict[str, float]:
+    def _check_first_kl(self, local: types.RolloutBatch, mask: Tensor) -> dict[str, float]:
         """A fresh run's policy must be its reference, unless it starts from other weights."""
         is_fresh = not (self.optimization_step or self.resumed)
         if not (self.compute_init_policy_kl and is_fresh and self.model.starts_as_reference):
@@ -216,10 +202,10 @@ class PolicyGradientTrainer(RolloutTrainer):
         return check_policy_equals_reference(local["logprobs"], local["init_logprobs"], mask)
 
     def global_batches(
-        self, data: Mapping[str, Tensor], epochs: int = 1
+        self, data: Mapping[str, Any], epochs: int = 1
     ) -> Iterator[dict[str, Tensor]]:
         """This rank's share of each global batch, in `epochs` over the rollout in new orders."""
-        first = PPORolloutBatch(dict(data))
+        first = rollouts.PPORolloutBatch(dict(data))
         gathered = first
         for epoch in range(epochs):
             if epoch == 1:  # later epochs deal all samples anew, so every rank needs all of them
@@ -227,7 +213,7 @@ class PolicyGradientTrainer(RolloutTrainer):
                 gathered = gathered.select(gathered["sample_order"].argsort())
             share = first if epoch == 0 else self._local_share(gathered, epoch)
             trained_on = {key: tensor for key, tensor in share.items() if key != "sample_order"}
-            yield from shares_of_global_batches(trained_on, self.cfg.model_gbs)
+            yield from rollouts.shares_of_global_batches(trained_on, self.cfg.model_gbs)
 
     # ---------------------------------------------------------------------- checkpoint and resume
 
@@ -249,17 +235,17 @@ class DrawnPrompts:
     def __init__(self, wanted: int, responses: int, seed: tuple[int, int], eos_id: int):
         self.wanted, self.responses, self.seed, self.eos_id = wanted, responses, seed, eos_id
         self.rounds: list[dict[str, Tensor]] = []
-        self.parts: list[str] = []  # names of an ensemble's reward models
         self.number: list[int] = []  # of each prompt's round
         self.idx: list[int] = []
-        self.differ: list[bool] = []  # the rewards of its responses
+        self.differ: list[bool] = []  # the rewards of its responses that count
 
-    def add(self, rollout: PPORolloutBatch, scores: Scores) -> None:
+    def add(self, rollout: rollouts.PPORolloutBatch, scores: types.Scores) -> None:
         """Add a round, in the order of `sample_key`."""
-        self.rounds.append({**rollout.data, **score_columns(scores), **part_columns(scores)})
-        self.parts = sorted(scores.parts)
-        counts = response_mask(rollout.columns).any(1)
-        self.differ += rewards_differ(scores.rewards, counts, self.responses).tolist()
+        self.rounds.append({**rollout.data, **rollouts.score_columns(scores)})
+        counts = rollouts.response_mask(rollout.columns).any(1).view(-1, self.responses)
+        rewards = scores.rewards.view(-1, self.responses)
+        largest = rewards.masked_fill(~counts, -torch.inf).amax(1)
+        self.differ += (largest > rewards.masked_fill(~counts, torch.inf).amin(1)).tolist()
         self.idx += rollout["idx"][:: self.responses].tolist()
         self.number += [len(self.rounds)] * (len(self.idx) - len(self.number))
 
@@ -276,40 +262,17 @@ class DrawnPrompts:
         chosen = order[np.isin(order, fresh)][: self.wanted]
         return [int(place) for place in chosen[idx[chosen].argsort()]]
 
-    @property
-    def is_full(self) -> bool:
-        """Every prompt to train on has a signal."""
-        return all(self.differ[place] for place in self.places)
-
-    def chosen(self) -> tuple[PPORolloutBatch, Scores, PPORolloutBatch]:
+    def chosen(self) -> tuple[rollouts.PPORolloutBatch, types.Scores, rollouts.PPORolloutBatch]:
         """`(rollout, scores, drawn)`: the prompts to train on, all rounds; all ranks call it."""
-        drawn = PPORolloutBatch.from_rollout_batches(self.rounds, self.eos_id, None)
+        drawn = rollouts.PPORolloutBatch.from_rollout_batches(self.rounds, self.eos_id, None)
         first = torch.tensor(self.places)[:, None] * self.responses
         kept = drawn.select((first + torch.arange(self.responses)).flatten())
-        parts = kept.pop("reward_parts").unbind(1) if self.parts else ()
-        scores = Scores(
-            kept.pop("rewards"),
-            parts=dict(zip(self.parts, parts, strict=True)),
-            token_rewards=kept.pop("token_rewards", None),
-        )
-        return kept, scores, drawn
+        return kept, rollouts.take_scores(kept), drawn
 
-    def metrics(self, drawn: PPORolloutBatch) -> dict[str, float]:
-        counts = response_mask(drawn.columns).any(1)
+    def metrics(self, drawn: rollouts.PPORolloutBatch) -> dict[str, float]:
+        counts = rollouts.response_mask(drawn.columns).any(1)
         return {
             "prompts_drawn": len(self.idx),
             "fraction_of_drawn_prompts_without_signal": 1 - float(np.mean(self.differ)),
             "drawn_rewards": float(drawn["rewards"].double()[counts].mean()),
         }
-
-
-def rewards_differ(rewards: Tensor, counts: Tensor, responses: int) -> Tensor:
-    """bool `[N / responses]`: the responses of each prompt that count have different rewards.
-
-    Args:
-        rewards: f32 `[N]`, the responses to a prompt in a row.
-        counts: bool `[N]`, False for stand-ins for prompts that could not be used.
-    """
-    rewards, counts = rewards.view(-1, responses), counts.view(-1, responses)
-    largest = rewards.masked_fill(~counts, -torch.inf).amax(1)
-    return largest > rewards.masked_fill(~counts, torch.inf).amin(1)

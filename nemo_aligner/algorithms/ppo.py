@@ -12,41 +12,28 @@ References: Schulman et al. 2017 (arXiv:1707.06347), eq. 7 for the clipped loss,
 advantages; Stiennon et al. 2020 (arXiv:2009.01325), section 3.4, for the KL in the reward.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from nemo.utils import logging
 from omegaconf import DictConfig
 from torch import Tensor
 
-from nemo_aligner.algorithms.alarms import rollout_health
+from nemo_aligner.algorithms import ppo_data
 from nemo_aligner.algorithms.policy_gradient import PolicyGradientTrainer
-from nemo_aligner.algorithms.ppo_data import (
-    DataSettings,
-    make_kl_controller,
-    make_ppo_data,
-    with_normalized_rewards,
-)
 from nemo_aligner.algorithms.rollout_trainer import VALIDATION_STEP
 from nemo_aligner.algorithms.rollouts import PPORolloutBatch, compute_num_rollout_microbatches
 from nemo_aligner.algorithms.training_loop import Parts, complete_critic
 from nemo_aligner.checkpoint.checkpointing import CheckpointCallback
 from nemo_aligner.config.values import Values
+from nemo_aligner.core import types
 from nemo_aligner.core.advantages import RunningMoments
 from nemo_aligner.core.errors import ConfigError
 from nemo_aligner.core.estimators import ADVANTAGE_ESTIMATORS
-from nemo_aligner.core.types import (
-    Optimizer,
-    PPOTrainBatch,
-    PromptIterator,
-    PromptLoaderBuilder,
-    Rollout,
-    RolloutBatch,
-    Scheduler,
-)
+from nemo_aligner.core.kl import name_kl_estimator
 from nemo_aligner.models.alignable_interface import PolicyWithReference
 from nemo_aligner.parallel.collectives import all_reduce_dict
 from nemo_aligner.servers.critic_client import RemoteGPTRMCriticClient
@@ -77,13 +64,13 @@ class PPOTrainer(PolicyGradientTrainer):
         self,
         cfg: DictConfig,
         model: PolicyWithReference,
-        optimizer: Optimizer,
-        scheduler: Scheduler,
-        train_dataloader_builder: PromptLoaderBuilder,
-        val_dataloader_builder: PromptLoaderBuilder | None,
+        optimizer: types.Optimizer,
+        scheduler: types.Scheduler,
+        train_dataloader_builder: types.PromptLoaderBuilder,
+        val_dataloader_builder: types.PromptLoaderBuilder | None,
         collate_fn: Any,
         rm_critic: Critic,
-        batch_iterator_cls: PromptIterator,
+        batch_iterator_cls: types.PromptIterator,
         logger: CustomLoggerWrapper,
         ckpt_callback: CheckpointCallback,
         run_timer: Timer,
@@ -129,10 +116,14 @@ class PPOTrainer(PolicyGradientTrainer):
 
         self.rollout_logprobs, self.teacher = rollout_logprobs, teacher
         self.dynamic_sampling_rounds = int(cfg.dynamic_sampling_rounds)
-        self.data_settings = DataSettings(cfg, max_response_length, advantages_of, reward_weights)
-        harm = self.data_settings.harm_of_kl_estimator()
-        if harm and cfg.initial_policy_kl_penalty > 0:
-            logging.warning(harm)
+        self.data_settings = ppo_data.DataSettings(
+            cfg, max_response_length, advantages_of, reward_weights
+        )
+        estimator = name_kl_estimator(cfg.use_absolute_kl, cfg.kl_estimator)
+        if estimator != "k1" and cfg.initial_policy_kl_penalty > 0:
+            key = f"kl_estimator={estimator}" if cfg.kl_estimator else "use_absolute_kl=True"
+            remedy = "use_absolute_kl=False and kl_estimator=null (which is k1)"
+            logging.warning(ppo_data.harm_of_kl(f"trainer.ppo.{key}", remedy))
         if kl_loss_coef > 0 and cfg.initial_policy_kl_penalty > 0:
             logging.warning(
                 "the KL to the reference is penalized twice: by trainer.ppo."
@@ -146,7 +137,7 @@ class PPOTrainer(PolicyGradientTrainer):
                 f"trainer.ppo.{rescaled_by} divides by a standard deviation. Where it is to be "
                 "beta, take rloo, or initial_policy_kl_penalty (docs/ppo.md)."
             )
-        self.kl_controller = make_kl_controller(cfg)
+        self.kl_controller = ppo_data.make_kl_controller(cfg)
         self.compute_init_policy_kl |= kl_loss_coef > 0
         self.reward_moments = RunningMoments() if cfg.normalize_rewards else None
         self._critic_save: FutureResult[Any] | None = None  # that nobody has waited for
@@ -163,30 +154,28 @@ class PPOTrainer(PolicyGradientTrainer):
 
     # ------------------------------------------------------------------------------- the algorithm
 
-    def learn(self, data: PPOTrainBatch, rollout_metrics: dict[str, Any]) -> dict[str, Any]:
+    def learn(self, data: types.PPOTrainBatch, rollout_metrics: dict[str, Any]) -> dict[str, Any]:
         """Let critic and actor learn from the rollout together, and adapt the weight of the KL.
 
         The critic's future is awaited after the actor's updates, so that a failed critic update
         ends the run with the server's error, and no later request can overtake it.
         """
         critic_update = self.rm_critic.train(data)
-        columns = cast(dict[str, Tensor], data)
-        metrics = self.train_policy(self.global_batches(columns, self.cfg.ppo_epochs))
+        metrics = self.train_policy(self.global_batches(data, self.cfg.ppo_epochs))
         with self.timer("critic_train_wait"):
             metrics |= self._finish_critic_update(critic_update)
         kl = rollout_metrics["init_policy_kl_per_sample"]
         self.kl_controller.update(kl, num_samples=rollout_metrics["rollout_size"])
         return metrics
 
-    def make_data(self, local: RolloutBatch) -> tuple[PPOTrainBatch, dict[str, Any]]:
+    def make_data(self, local: types.RolloutBatch) -> tuple[types.PPOTrainBatch, dict[str, Any]]:
         if self.reward_moments is not None:
-            local = with_normalized_rewards(local, self.reward_moments)
-        data, metrics = self.generate_ppo_data(local)
-        return data, metrics | rollout_health(local, data)
+            local = ppo_data.with_normalized_rewards(local, self.reward_moments)
+        return self.generate_ppo_data(local)
 
     def generate_ppo_data(
-        self, rollout_batch: RolloutBatch
-    ) -> tuple[PPOTrainBatch, dict[str, Any]]:
+        self, rollout_batch: types.RolloutBatch
+    ) -> tuple[types.PPOTrainBatch, dict[str, Any]]:
         """Rewards with KL, advantages and returns of this rank's samples: `(data, metrics)`; all
         ranks call it.
 
@@ -205,7 +194,7 @@ class PPOTrainer(PolicyGradientTrainer):
             metrics: of all ranks, before advantages are normalized.
         """
         kl_penalty = self.kl_controller.value
-        data, metrics = make_ppo_data(rollout_batch, self.data_settings, kl_penalty)
+        data, metrics = ppo_data.make_ppo_data(rollout_batch, self.data_settings, kl_penalty)
         return data, metrics | {"kl_penalty": kl_penalty}
 
     def run_training(
@@ -215,22 +204,14 @@ class PPOTrainer(PolicyGradientTrainer):
         than that from the one that generated the rollout are skipped.
         """
         metrics: dict[str, Any] = {"loss": 0.0}
-        target_kl, is_reached, skipped = self.cfg.target_kl, False, 0
-
-        def until_reached() -> Iterator[dict[str, Tensor]]:
-            nonlocal skipped
-            for batch in dataloader_iter:
-                if is_reached:
-                    skipped += 1
-                else:
-                    yield batch
-
-        for number, metrics in enumerate(self.updates(until_reached())):
+        batches, target_kl, skipped = iter(dataloader_iter), self.cfg.target_kl, 0
+        for number, metrics in enumerate(self.updates(batches)):
             if target_kl is not None:
                 # The largest KL of all ranks decides: they must stop together.
                 found = {"approx_kl": metrics["approx_kl"]}
                 largest = all_reduce_dict(found, torch.float64, op=torch.distributed.ReduceOp.MAX)
-                is_reached = largest["approx_kl"] > target_kl
+                if largest["approx_kl"] > target_kl:
+                    skipped = sum(1 for _ in batches)  # none are left for `updates`
             if number == 0:
                 self.alarms.watch({"first_update_kl": metrics.get("approx_kl")}, self.step)
         counted = {} if target_kl is None else {"updates_skipped": skipped}
@@ -249,7 +230,7 @@ class PPOTrainer(PolicyGradientTrainer):
         first = not self.optimization_step and not self.resumed
         return "recompute" if first else self.rollout_logprobs
 
-    def send_off(self, rollout: Rollout, sampling_step: int) -> FutureScores:
+    def send_off(self, rollout: types.Rollout, sampling_step: int) -> FutureScores:
         scores = super().send_off(rollout, sampling_step)
         if self.teacher is None or sampling_step == VALIDATION_STEP:
             return scores

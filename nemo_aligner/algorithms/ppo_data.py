@@ -21,6 +21,7 @@ from omegaconf import DictConfig
 from torch import Tensor
 
 from nemo_aligner.algorithms.rollouts import PPORolloutBatch, own_samples, response_mask
+from nemo_aligner.core import kl
 from nemo_aligner.core.advantages import (
     RESPONSE_ESTIMATORS,
     TOKEN_ESTIMATORS,
@@ -36,17 +37,6 @@ from nemo_aligner.core.advantages import (
     sums_of_steps,
 )
 from nemo_aligner.core.estimators import ADVANTAGE_ESTIMATORS, AdvantageEstimator
-from nemo_aligner.core.kl import (
-    AdaptiveKLController,
-    CovarianceSettings,
-    FixedKLController,
-    SamplerCorrection,
-    calculate_kl_penalty,
-    chosen_tokens,
-    correction_factors,
-    importance_ratios,
-    name_kl_estimator,
-)
 from nemo_aligner.core.tensors import masked_mean, masked_sum
 from nemo_aligner.core.types import PPOTrainBatch, RolloutBatch
 from nemo_aligner.parallel import parallel_state
@@ -86,15 +76,6 @@ class DataSettings:
             return "normalize_advantages=True"
         return "whiten_rewards=True" if self.cfg.whiten_rewards else None
 
-    def harm_of_kl_estimator(self) -> str | None:
-        """What is wrong with this KL in the reward, for a warning; None for k1."""
-        name = name_kl_estimator(self.cfg.use_absolute_kl, self.cfg.kl_estimator)
-        if name == "k1":
-            return None
-        key = f"kl_estimator={name}" if self.cfg.kl_estimator else "use_absolute_kl=True"
-        remedy = "use_absolute_kl=False and kl_estimator=null (which is k1)"
-        return harm_of_kl(f"trainer.ppo.{key}", remedy)
-
 
 def harm_of_kl(setting: str, remedy: str) -> str:
     return (
@@ -104,12 +85,12 @@ def harm_of_kl(setting: str, remedy: str) -> str:
     )
 
 
-def make_kl_controller(cfg: DictConfig) -> FixedKLController | AdaptiveKLController:
+def make_kl_controller(cfg: DictConfig) -> kl.FixedKLController | kl.AdaptiveKLController:
     if cfg.adaptive_kl is not None and cfg.adaptive_kl.enable:
-        return AdaptiveKLController(
+        return kl.AdaptiveKLController(
             cfg.initial_policy_kl_penalty, cfg.adaptive_kl.target, cfg.adaptive_kl.horizon
         )
-    return FixedKLController(cfg.initial_policy_kl_penalty)
+    return kl.FixedKLController(cfg.initial_policy_kl_penalty)
 
 
 def make_ppo_data(
@@ -126,7 +107,7 @@ def make_ppo_data(
     }
     init_policy_kl = torch.zeros_like(response["logprobs"])
     if "init_logprobs" in response:
-        init_policy_kl = calculate_kl_penalty(
+        init_policy_kl = kl.calculate_kl_penalty(
             response["logprobs"],
             response["init_logprobs"],
             cfg.use_absolute_kl,
@@ -158,17 +139,15 @@ def make_ppo_data(
     )
     more_metrics: dict[str, float] = {}
     if cfg.covariance.rule is not None:
-        chosen = CovarianceSettings(**cfg.covariance)
         treated, more_metrics = treat_covariant_tokens(
-            learned["advantages"], response["logprobs"], rollout_batch, mask, chosen
+            learned["advantages"], response["logprobs"], rollout_batch, mask, cfg.covariance
         )
         learned |= treated
     if "loss_multiplier" in rollout_batch:  # 0 is in the mask
         learned["advantages"] = learned["advantages"] * rollout_batch["loss_multiplier"][:, None]
     if settings.corrects_sampler:
-        correction = SamplerCorrection(**cfg.sampler_correction)
         learned["advantages"], sampler_metrics = correct_for_sampler(
-            learned["advantages"], rollout_batch, mask, correction
+            learned["advantages"], rollout_batch, mask, cfg.sampler_correction
         )
         more_metrics = more_metrics | sampler_metrics
     data = {
@@ -362,12 +341,12 @@ def teach(
     """
     if "teacher_logprobs" not in response:
         return None, {}
-    kl = response["logprobs"] - response["teacher_logprobs"]
+    log_ratio = response["logprobs"] - response["teacher_logprobs"]
     metrics = {
-        "teacher_kl": mean_of_sample_means(kl, mask),
-        "teacher_kl_per_sample": mean_of_sample_sums(kl, mask),
+        "teacher_kl": mean_of_sample_means(log_ratio, mask),
+        "teacher_kl_per_sample": mean_of_sample_sums(log_ratio, mask),
     }
-    to_come = calculate_reinforce_returns(-kl, settings.cfg.teacher_kl_discount, mask)
+    to_come = calculate_reinforce_returns(-log_ratio, settings.cfg.teacher_kl_discount, mask)
     return settings.cfg.teacher_kl_coef * torch.where(mask.bool(), to_come, 0), metrics
 
 
@@ -416,16 +395,17 @@ def _dp_group() -> Any:
 
 
 def correct_for_sampler(
-    advantages: Tensor, rollout_batch: RolloutBatch, mask: Tensor, settings: SamplerCorrection
+    advantages: Tensor, rollout_batch: RolloutBatch, mask: Tensor, settings: DictConfig
 ) -> tuple[Tensor, dict[str, float]]:
     """Advantages times their importance weights, and metrics of all ranks (docs/metrics.md).
-    `rollout_batch` has `logprobs` and `sampling_logprobs`, anything outside the mask.
+    `rollout_batch` has `logprobs` and `sampling_logprobs`, anything outside the mask; `settings`
+    are `trainer.ppo.sampler_correction`.
     """
     difference = rollout_batch["logprobs"] - rollout_batch["sampling_logprobs"]
     log_ratio = torch.where(mask.bool(), difference, 0)
-    factors, where = correction_factors(log_ratio, mask, settings)
+    factors, where = kl.correction_factors(log_ratio, mask, **settings)
     level = settings.weights or settings.reject or "token"
-    ratios = importance_ratios(log_ratio, mask, level).double()  # a square must not overflow
+    ratios = kl.importance_ratios(log_ratio, mask, level).double()  # a square must not overflow
     exact = log_ratio.double()  # the KLs of the built-in engine are those of its rounding
     means = {
         "sampler_weight_mean": ratios,
@@ -448,19 +428,21 @@ def treat_covariant_tokens(
     logprobs: Tensor,
     rollout_batch: RolloutBatch,
     mask: Tensor,
-    settings: CovarianceSettings,
+    settings: DictConfig,
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
     """`advantages`, 0 for the tokens that Clip-Cov chooses; with KL-Cov also `old_kl_coefs` f32
     `[B, S-1]`, each token's weight of the KL to the policy that generated; and metrics of all
     ranks. `rollout_batch` has `sample_order`, `response_tokens` and `is_end`; tokens of responses
-    that were cut off are no candidates.
+    that were cut off are no candidates. `settings` are `trainer.ppo.covariance`.
     """
     mask = mask * rollout_batch["is_end"][:, None]  # by default the loss has no others
     columns = {"logprobs": logprobs, "advantages": advantages, "mask": mask}
     columns |= {key: rollout_batch[key] for key in ("sample_order", "response_tokens")}
     gathered = PPORolloutBatch(**columns).gather_and_balance_globally()
     gathered = gathered.select(gathered.pop("sample_order").argsort())  # at any split the same
-    chosen = chosen_tokens(**gathered, settings=settings)[rollout_batch["sample_order"]]
+    rule = {key: settings[key] for key in ("rule", "fraction", "low", "high")}
+    arguments: dict[str, Any] = {**gathered, **rule}
+    chosen = kl.chosen_tokens(**arguments)[rollout_batch["sample_order"]]
     metrics = {"fraction_of_covariant_tokens": mean_over_dp(chosen.float(), mask)}
     if settings.rule == "clip":
         return {"advantages": torch.where(chosen, 0, advantages)}, metrics

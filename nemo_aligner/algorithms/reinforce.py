@@ -20,13 +20,8 @@ from nemo.utils import logging
 from omegaconf import DictConfig
 from torch import Tensor
 
-from nemo_aligner.algorithms.alarms import rollout_health
+from nemo_aligner.algorithms import ppo_data
 from nemo_aligner.algorithms.policy_gradient import PolicyGradientTrainer
-from nemo_aligner.algorithms.ppo_data import (
-    fraction_without_signal,
-    harm_of_kl,
-    mean_of_sample_means,
-)
 from nemo_aligner.algorithms.rollouts import PPORolloutBatch as ReinforceRolloutBatch
 from nemo_aligner.algorithms.rollouts import (
     compute_num_rollout_microbatches,
@@ -37,17 +32,10 @@ from nemo_aligner.algorithms.training_loop import Parts
 from nemo_aligner.checkpoint.checkpointing import CheckpointCallback
 from nemo_aligner.config.defaults import complete
 from nemo_aligner.config.values import Values
+from nemo_aligner.core import types
 from nemo_aligner.core.advantages import calculate_rloo_baseline
 from nemo_aligner.core.kl import calculate_kl_penalty
 from nemo_aligner.core.tensors import masked_sum
-from nemo_aligner.core.types import (
-    Optimizer,
-    PromptIterator,
-    PromptLoaderBuilder,
-    ReinforceTrainBatch,
-    RolloutBatch,
-    Scheduler,
-)
 from nemo_aligner.models.alignable_interface import PolicyWithReference
 from nemo_aligner.servers.scoring_clients import RemoteGPTRMClient
 from nemo_aligner.training.loggers import CustomLoggerWrapper
@@ -69,13 +57,13 @@ class ReinforceTrainer(PolicyGradientTrainer):
         self,
         cfg: DictConfig,
         model: PolicyWithReference,
-        optimizer: Optimizer,
-        scheduler: Scheduler,
-        train_dataloader_builder: PromptLoaderBuilder,
-        val_dataloader_builder: PromptLoaderBuilder | None,
+        optimizer: types.Optimizer,
+        scheduler: types.Scheduler,
+        train_dataloader_builder: types.PromptLoaderBuilder,
+        val_dataloader_builder: types.PromptLoaderBuilder | None,
         collate_fn: Any,
         rm: RemoteGPTRMClient,
-        batch_iterator_cls: PromptIterator,
+        batch_iterator_cls: types.PromptIterator,
         logger: CustomLoggerWrapper,
         ckpt_callback: CheckpointCallback,
         run_timer: Timer,
@@ -91,21 +79,22 @@ class ReinforceTrainer(PolicyGradientTrainer):
         self.rm = rm
         if cfg.use_absolute_kl and self.compute_init_policy_kl:
             setting = "trainer.reinforce.use_absolute_kl"
-            logging.warning(harm_of_kl(f"{setting}=True", f"{setting}=False"))
+            logging.warning(ppo_data.harm_of_kl(f"{setting}=True", f"{setting}=False"))
         self.check_rollout(RESPONSES_KEY)
 
     reinforce_optimization_step = property(attrgetter("optimization_step"))
 
-    def learn(self, data: ReinforceTrainBatch, rollout_metrics: dict[str, Any]) -> dict[str, Any]:
-        return self.train_policy(self.global_batches(cast(dict[str, Tensor], data)))
+    def learn(
+        self, data: types.ReinforceTrainBatch, rollout_metrics: dict[str, Any]
+    ) -> dict[str, Any]:
+        return self.train_policy(self.global_batches(data))
 
-    def make_data(self, local: RolloutBatch) -> tuple[ReinforceTrainBatch, dict[str, Any]]:
-        data, metrics = self.generate_reinforce_data(local)
-        return data, metrics | rollout_health(local, data)
+    def make_data(self, local: types.RolloutBatch) -> tuple[Any, dict[str, Any]]:
+        return self.generate_reinforce_data(local)
 
     def generate_reinforce_data(
-        self, rollout_batch: RolloutBatch
-    ) -> tuple[ReinforceTrainBatch, dict[str, Any]]:
+        self, rollout_batch: types.RolloutBatch
+    ) -> tuple[types.ReinforceTrainBatch, dict[str, Any]]:
         """Rewards less the KL, and their baselines, of this rank's samples: `(data, metrics)`; all
         ranks call it.
 
@@ -140,15 +129,15 @@ class ReinforceTrainer(PolicyGradientTrainer):
         ).to(rewards.dtype)
         advantages = torch.where(gathered["valid"], gathered["rewards"] - baselines, 0)
         metrics = {
-            "init_policy_kl": mean_of_sample_means(kl, mask),
-            "rewards_with_kl": mean_of_sample_means(
+            "init_policy_kl": ppo_data.mean_of_sample_means(kl, mask),
+            "rewards_with_kl": ppo_data.mean_of_sample_means(
                 rewards_with_kl[:, None].expand_as(mask), mask
             ),
-            "fraction_of_prompts_without_signal": fraction_without_signal(
+            "fraction_of_prompts_without_signal": ppo_data.fraction_without_signal(
                 advantages, gathered["idx"], gathered["valid"]
             ),
         }
-        data: ReinforceTrainBatch = {
+        data: types.ReinforceTrainBatch = {
             "response_tokens": rollout_batch["response_tokens"],
             "is_end": is_end,
             "mask": mask,

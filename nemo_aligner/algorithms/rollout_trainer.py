@@ -19,19 +19,8 @@ import torch
 from omegaconf import DictConfig
 from torch import Tensor
 
-from nemo_aligner.algorithms import training_loop
+from nemo_aligner.algorithms import rollouts, training_loop
 from nemo_aligner.algorithms.alarms import check_rewards
-from nemo_aligner.algorithms.rollouts import (
-    CollectedRollout,
-    PPORolloutBatch,
-    compute_rollout_metrics,
-    gather_scores,
-    generated_tokens,
-    repeat_prompts,
-    sample_table,
-    with_indices,
-    with_prompt_columns,
-)
 from nemo_aligner.algorithms.training_loop import Parts, TrainingLoop, scores_of
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.core.types import InferenceBatch, PromptSampler, Rollout, Scores
@@ -39,16 +28,11 @@ from nemo_aligner.models.alignable_interface import AlignableGenerativeInterface
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.collectives import gathered
 from nemo_aligner.servers.futures import FutureScores, wait_for_all
+from nemo_aligner.training import schedule
 from nemo_aligner.training.loggers import named
 from nemo_aligner.training.megatron_steps import naming_step
 from nemo_aligner.training.optim import train_on_batch
 from nemo_aligner.training.passes import FORWARD, TRAIN, in_short, token_metrics
-from nemo_aligner.training.schedule import (
-    FILE,
-    ScopedTimer,
-    compute_max_steps,
-    compute_num_steps_per_epoch,
-)
 
 # "Step" of the random streams of every validation: always the same, so that validations can be
 # compared. Rollouts of critic warm-up have the steps -critic_warmup_steps .. -1.
@@ -67,7 +51,7 @@ def updates_of_rollouts(
         responses = rollout.top_n_rollouts
     else:
         responses = (settings if kind == "reinforce" else rollout).num_rollouts_per_prompt
-    steps = compute_max_steps(steps_per_epoch, settings.max_epochs, settings.max_steps)
+    steps = schedule.compute_max_steps(steps_per_epoch, settings.max_epochs, settings.max_steps)
     epochs: int = settings.ppo_epochs if kind == "ppo" else 1  # over each rollout
     samples: int = rollout.num_rollout_samples * responses
     return steps * epochs * (samples // int(model_cfg.global_batch_size))
@@ -109,19 +93,19 @@ class RolloutTrainer(TrainingLoop):
         self.seed = int(self.model.cfg.seed)
         self.num_rollouts_per_prompt = int(responses_per_prompt)
         self.num_rollout_samples = sampler.global_batch_size
-        self.num_steps_per_epoch = compute_num_steps_per_epoch(sampler)
+        self.num_steps_per_epoch = schedule.compute_num_steps_per_epoch(sampler)
         self.set_max_steps()
         for key in ("val_check_interval", "save_interval", "run_init_validation"):
             setattr(self, key, self.cfg[key])
 
         self.train_df = self.val_df = training_loop.empty_table()
-        self.timer = ScopedTimer(
+        self.timer = schedule.ScopedTimer(
             reduction="sum",  # a step may draw several times
             sync_cuda=True,
             buffer_size=-1,
             on_scope=lambda phase: self._phases.append(phase),
         )
-        self.update_timer = ScopedTimer(reduction="mean", sync_cuda=True, buffer_size=-1)
+        self.update_timer = schedule.ScopedTimer(reduction="mean", sync_cuda=True, buffer_size=-1)
         self._gathered: dict[int, dict[str, Any]] = {}  # metrics by step, for `logged_together`
         self._phases: list[dict[str, Any]] = []  # of the timeline, likewise
 
@@ -163,7 +147,7 @@ class RolloutTrainer(TrainingLoop):
         return float(self.has_validation)
 
     def set_max_steps(self) -> None:
-        self.max_steps = compute_max_steps(
+        self.max_steps = schedule.compute_max_steps(
             self.num_steps_per_epoch, self.cfg.max_epochs, self.cfg.max_steps
         )
 
@@ -214,7 +198,7 @@ class RolloutTrainer(TrainingLoop):
 
     def draw(
         self, prompts: Iterable[InferenceBatch], sampling_step: int, return_logprobs: bool = False
-    ) -> CollectedRollout:
+    ) -> rollouts.CollectedRollout:
         """`collect` responses to the next training prompts, which count as consumed."""
         collected = self.collect(
             prompts,
@@ -233,7 +217,7 @@ class RolloutTrainer(TrainingLoop):
         sampling_step: int,
         min_width: int | None = None,
         return_logprobs: bool = False,
-    ) -> CollectedRollout:
+    ) -> rollouts.CollectedRollout:
         """Generate `num_responses` to each of this rank's micro-batches of prompts, and send them
         off to be scored as they end; all ranks call it.
 
@@ -243,8 +227,8 @@ class RolloutTrainer(TrainingLoop):
         micro_batches, pending = [], []
         with self.timer("generate"):
             first = 0 if sampling_step == VALIDATION_STEP else self.consumed_samples
-            numbered = with_indices(prompts, first)
-            repeated = repeat_prompts(numbered, num_responses, self.seed, sampling_step)
+            numbered = rollouts.with_indices(prompts, first)
+            repeated = rollouts.repeat_prompts(numbered, num_responses, self.seed, sampling_step)
             share = getattr(prompts, "num_microbatches", None)  # of our batch iterators
             settings = {
                 "return_logprobs": return_logprobs,
@@ -256,19 +240,21 @@ class RolloutTrainer(TrainingLoop):
                     rollout["record"] = batch["record"]
                 # Scored while generation continues.
                 pending.append(self.send_off(rollout, sampling_step))
-                micro_batches.append(with_prompt_columns(rollout, batch))
-        gathered = PPORolloutBatch.from_rollout_batches(
+                micro_batches.append(rollouts.with_prompt_columns(rollout, batch))
+        gathered = rollouts.PPORolloutBatch.from_rollout_batches(
             micro_batches, self.model.tokenizer.eos_id, min_width
         ).gather_and_balance_globally()
         # The same with any number of ranks. Samples with the same key have the same prompt and
         # random stream, so their order does not matter.
         order = gathered["sample_key"].argsort(stable=True)
-        return CollectedRollout(gathered.select(order), order, pending)
+        return rollouts.CollectedRollout(gathered.select(order), order, pending)
 
     def send_off(self, rollout: Rollout, sampling_step: int) -> FutureScores:
         return self.score(rollout)
 
-    def wait_for_scores(self, collected: CollectedRollout, with_values: bool = True) -> Scores:
+    def wait_for_scores(
+        self, collected: rollouts.CollectedRollout, with_values: bool = True
+    ) -> Scores:
         """The scores of all samples of the rollout, in its order, on every rank; all call it.
 
         Raises:
@@ -281,12 +267,12 @@ class RolloutTrainer(TrainingLoop):
             if not with_values:
                 scores = [dataclasses.replace(each, values=None) for each in scores]
             width = collected.rollout["response_tokens"].size(1)
-            gathered = gather_scores(scores, width, collected.order)
+            gathered = rollouts.gather_scores(scores, width, collected.order)
         check_rewards(collected.rollout.columns, gathered, self.model.tokenizer)
         return gathered
 
     def rollout_metrics(self, rollout: Rollout, scores: Scores) -> dict[str, Any]:
-        return compute_rollout_metrics(rollout, scores)
+        return rollouts.compute_rollout_metrics(rollout, scores)
 
     @contextlib.contextmanager
     def inference(self) -> Iterator[None]:
@@ -303,7 +289,9 @@ class RolloutTrainer(TrainingLoop):
             collected = self.collect(self.validation_prompts(), 1, VALIDATION_STEP)
             scores = self.wait_for_scores(collected, with_values=False)
         metrics = self.rollout_metrics(collected.rollout.columns, scores)
-        metrics["table"] = sample_table(collected.rollout.columns, scores, self.model.tokenizer)
+        metrics["table"] = rollouts.sample_table(
+            collected.rollout.columns, scores, self.model.tokenizer
+        )
         return metrics
 
     def validate(self) -> dict[str, Any]:
@@ -367,7 +355,7 @@ class RolloutTrainer(TrainingLoop):
             # The present step comes last.
             for step in sorted(gathered, key=lambda step: step == self.step):
                 self.logger.log_metrics(gathered[step], step=step)
-            self.logger.log_samples(FILE, phases, step=self.step)
+            self.logger.log_samples(schedule.FILE, phases, step=self.step)
 
     @contextlib.contextmanager
     def phase(self, timer_name: str) -> Iterator[None]:
@@ -388,7 +376,7 @@ class RolloutTrainer(TrainingLoop):
     def generation_timings(self, rollout: Rollout) -> dict[str, float]:
         """Seconds of the phases since the last call, and what one rank generated per second."""
         timings = training_loop.consume_timings(self.timer)
-        generated = generated_tokens(rollout).double()
+        generated = rollouts.generated_tokens(rollout).double()
         rank_seconds = max(timings["generate"], 1e-9) * parallel_state.get_world_size()
         timings["generate_tokens_per_s"] = float(generated.sum()) / rank_seconds
         timings["generate_samples_per_s"] = len(generated) / rank_seconds

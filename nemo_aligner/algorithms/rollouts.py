@@ -9,10 +9,10 @@ length (prompt + response). `nemo_aligner.core.types` names the columns and thei
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections import UserDict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
@@ -155,7 +155,7 @@ def local_share(
 
 
 def shares_of_global_batches(
-    share: Mapping[str, Tensor], global_batch_size: int
+    share: Mapping[str, Any], global_batch_size: int
 ) -> Iterator[dict[str, Tensor]]:
     """This rank's share of one global batch after the other, from what `local_share` gave it."""
     per_rank = global_batch_size // parallel_state.get_data_parallel_world_size()
@@ -225,23 +225,30 @@ def repeat_prompts(
 
 def with_prompt_columns(rollout: Rollout, batch: InferenceBatch) -> dict[str, Tensor]:
     """What `infer` returned for a batch, with the columns of prompts that stay with samples."""
-    kept = {"idx", "sample_key", "loss_multiplier"}
-    prompts = cast(dict[str, Tensor], batch)
-    if "is_end" not in rollout:  # NeMo-Aligner's policy for rejection sampling does not say
-        rollout["is_end"] = torch.ones_like(rollout["response_lengths"], dtype=torch.bool)
-    columns = {key: prompts[key].to(get_device()) for key in kept if key in prompts}
-    generated = {
-        key: column
-        for key, column in cast(dict[str, Tensor], rollout).items()
-        # Rewards of tokens come back as scores; records are for who scores.
-        if key not in ("token_rewards", "record")
-    }
-    return {**generated, **columns}
+    prompts, columns = cast(dict[str, Tensor], batch), dict(cast(dict[str, Tensor], rollout))
+    if "is_end" not in columns:  # NeMo-Aligner's policy for rejection sampling does not say
+        columns["is_end"] = torch.ones_like(columns["response_lengths"], dtype=torch.bool)
+    for key in ("token_rewards", "record"):  # those come back as scores; these are for who scores
+        columns.pop(key, None)
+    kept = {"idx", "sample_key", "loss_multiplier"} & prompts.keys()
+    return columns | {key: prompts[key].to(get_device()) for key in kept}
 
 
 def score_columns(scores: Scores) -> dict[str, Tensor]:
+    """The scores as columns of a rollout, those of an ensemble's model as `rewards_<name>`."""
     columns = {key: column for key, column in vars(scores).items() if isinstance(column, Tensor)}
-    return columns | {"rewards": scores.rewards.flatten()}
+    columns["rewards"] = scores.rewards.flatten()
+    return columns | {f"rewards_{name}": part.flatten() for name, part in scores.parts.items()}
+
+
+def take_scores(rollout: PPORolloutBatch) -> Scores:
+    """Remove the `score_columns`, and return them as scores."""
+    named = {field.name for field in dataclasses.fields(Scores)} & rollout.keys()
+    parts = [key for key in rollout if key.startswith("rewards_")]
+    return Scores(
+        **{name: rollout.pop(name) for name in named},
+        parts={key.removeprefix("rewards_"): rollout.pop(key) for key in parts},
+    )
 
 
 def part_columns(scores: Scores) -> dict[str, Tensor]:
@@ -258,17 +265,12 @@ def gather_scores(scores: list[Scores], width: int, order: Tensor) -> Scores:
         width: S of the gathered rollout; values get S-1 columns.
         order: int64 `[N]`, places among the samples in the order of the ranks.
     """
-    parts = [{name: part.flatten() for name, part in s.parts.items()} for s in scores]
-    gathered, gathered_parts = (
-        PPORolloutBatch.from_rollout_batches(x, 0, width)
-        .gather_and_balance_globally()
-        .select(order)
-        for x in ([score_columns(each) for each in scores], parts)
-    )
-    return Scores(**gathered.data, parts=gathered_parts.data)
+    columns = [score_columns(each) for each in scores]
+    own = PPORolloutBatch.from_rollout_batches(columns, 0, width)
+    return take_scores(own.gather_and_balance_globally().select(order))
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class CollectedRollout:
     """A generated rollout whose scores are still on their way."""
 
@@ -326,7 +328,6 @@ def compute_rollout_metrics(rollout: Rollout, scores: Scores) -> dict[str, Any]:
     for prompts that could not be used (`loss_multiplier` 0) are left out.
     """
     lengths = rollout["response_lengths"].float()
-    prompt_lengths = rollout["prompt_lengths"].float()
     counts = torch.ones_like(lengths)
     if "loss_multiplier" in rollout and (rollout["loss_multiplier"] > 0).any():
         counts = (rollout["loss_multiplier"] > 0).to(lengths)
@@ -341,7 +342,7 @@ def compute_rollout_metrics(rollout: Rollout, scores: Scores) -> dict[str, Any]:
     return {
         "rollout_size": len(lengths),
         "response_lengths": mean(lengths),  # prompt + response
-        "prompt_lengths": mean(prompt_lengths),
+        "prompt_lengths": mean(rollout["prompt_lengths"]),
         "generation_length": mean(generated_tokens(rollout)),
         **turns,
         "rewards": mean(scores.rewards),

@@ -16,11 +16,10 @@ in `nemo_aligner.core.types`.
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from operator import attrgetter
-from typing import Any, cast
+from typing import Any
 
 import torch
 from omegaconf import DictConfig
-from torch import Tensor
 
 from nemo_aligner.algorithms.rollout_trainer import RolloutTrainer
 from nemo_aligner.algorithms.rollouts import (
@@ -36,16 +35,8 @@ from nemo_aligner.algorithms.rollouts import (
 from nemo_aligner.algorithms.training_loop import TRAIN_TABLE_ROWS, Parts
 from nemo_aligner.checkpoint.checkpointing import CheckpointCallback
 from nemo_aligner.config.jobs.actors import check_top_n
+from nemo_aligner.core import types
 from nemo_aligner.core.advantages import select_topk
-from nemo_aligner.core.types import (
-    InferenceBatch,
-    Optimizer,
-    PromptLoader,
-    Rollout,
-    RSTrainBatch,
-    Scheduler,
-    Scores,
-)
 from nemo_aligner.models.alignable_interface import AlignableGenerativeInterface
 from nemo_aligner.parallel.collectives import sum_over_dp
 from nemo_aligner.parallel.device import get_device
@@ -66,10 +57,10 @@ class RSTrainer(RolloutTrainer):
         self,
         cfg: DictConfig,
         model: AlignableGenerativeInterface,
-        optimizer: Optimizer,
-        scheduler: Scheduler,
-        train_dataloader: PromptLoader,
-        val_dataloader: PromptLoader | None,
+        optimizer: types.Optimizer,
+        scheduler: types.Scheduler,
+        train_dataloader: types.PromptLoader,
+        val_dataloader: types.PromptLoader | None,
         logger: CustomLoggerWrapper,
         ckpt_callback: CheckpointCallback,
         run_timer: Timer,
@@ -106,30 +97,29 @@ class RSTrainer(RolloutTrainer):
 
     rs_optimization_step = property(attrgetter("optimization_step"))
 
-    def learn(self, data: RSTrainBatch, rollout_metrics: dict[str, Any]) -> dict[str, Any]:
-        columns = cast(dict[str, Tensor], data)
-        return self.train_policy(shares_of_global_batches(columns, self.cfg.model_gbs))
+    def learn(self, data: types.RSTrainBatch, rollout_metrics: dict[str, Any]) -> dict[str, Any]:
+        return self.train_policy(shares_of_global_batches(data, self.cfg.model_gbs))
 
     def generate_rollouts(
         self,
-        dataloader_iter: Iterator[InferenceBatch] | None = None,
+        dataloader_iter: Iterator[types.InferenceBatch] | None = None,
         num_microbatches: int | None = None,
     ) -> tuple[Any, ...]:
         """Generate responses to the next prompts and select the best of them: `(data, metrics,
         timings)`; all ranks call it. With NeMo-Aligner's arguments, this rank's micro-batches and
         how many of them, `(data, metrics)`.
         """
-        if dataloader_iter is not None:
-            return self._generate_rollouts(islice(dataloader_iter, num_microbatches))[:2]
-        return self._generate_rollouts(islice(self.train_batches, self.num_train_microbatches))
-
-    def _generate_rollouts(
-        self, prompts: Iterable[InferenceBatch]
-    ) -> tuple[RSTrainBatch, dict[str, Any], dict[str, float]]:
+        own = dataloader_iter is None
+        if dataloader_iter is None:
+            dataloader_iter, num_microbatches = self.train_batches, self.num_train_microbatches
         with self.inference():
-            sampled = self.draw(prompts, self.step)
+            sampled = self.draw(islice(dataloader_iter, num_microbatches), self.step)
             all_scores = self.wait_for_scores(sampled)
-            best, best_scores = self._select_best(sampled.rollout, all_scores)
+            # Of equal samples the same ones with any number of ranks; two prompts of other `idx`
+            # may have the same text.
+            columns = sampled.rollout.data | {"rewards": all_scores.rewards}
+            best = PPORolloutBatch(select_topk(columns, self.top_n_rollouts, group_by="idx"))
+            best_scores = types.Scores(best.pop("rewards"))
             share = local_share(best, self.seed, self.step, self.cfg.model_gbs)
 
         table = sample_table(best.columns, best_scores, self.model.tokenizer, TRAIN_TABLE_ROWS)
@@ -140,9 +130,10 @@ class RSTrainer(RolloutTrainer):
             "table": table,
         }
         timings = self.generation_timings(sampled.rollout.columns)
-        return self.generate_rs_data(share.columns), metrics, timings
+        data = self.generate_rs_data(share.columns)
+        return (data, metrics, timings) if own else (data, metrics)
 
-    def generate_rs_data(self, rollout_batches: Rollout | Sequence[Rollout]) -> Any:
+    def generate_rs_data(self, rollout_batches: types.Rollout | Sequence[types.Rollout]) -> Any:
         """What the updates consume, of selected samples: `response_tokens` int64 `[B, S]`; `mask`
         f32 `[B, S-1]`, 1 on the responses' tokens. With a list of batches, as in NeMo-Aligner, of
         all of them, and an empty dict of metrics; all ranks call it then.
@@ -177,22 +168,12 @@ class RSTrainer(RolloutTrainer):
             "global_rewards": rewards / samples,
         }
 
-    def validation_prompts(self) -> Iterable[InferenceBatch]:
+    def validation_prompts(self) -> Iterable[types.InferenceBatch]:
         assert self.val_dataloader is not None
         self.val_dataloader.batch_sampler.consumed_samples = 0
         return islice(self.val_dataloader, self.num_val_microbatches)
 
-    def _select_best(
-        self, rollout: PPORolloutBatch, scores: Scores
-    ) -> tuple[PPORolloutBatch, Scores]:
-        """The `top_n_rollouts` best samples of each prompt, with their rewards; of equal ones the
-        same with any number of ranks. Prompts differ by dataset index: two may have the same text.
-        """
-        columns = rollout.data | {"rewards": scores.rewards}
-        selected = PPORolloutBatch(select_topk(columns, self.top_n_rollouts, group_by="idx"))
-        return selected, Scores(selected.pop("rewards"))
-
-    def rollout_metrics(self, rollout: Rollout, scores: Scores) -> dict[str, Any]:
+    def rollout_metrics(self, rollout: types.Rollout, scores: types.Scores) -> dict[str, Any]:
         """`global_response_lengths_mean` is without prompts, `response_lengths` with them."""
         metrics = super().rollout_metrics(rollout, scores)
         return {

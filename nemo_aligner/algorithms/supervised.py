@@ -22,19 +22,11 @@ from nemo_aligner.core.errors import ConfigError
 from nemo_aligner.core.types import Optimizer, Scheduler
 from nemo_aligner.data.nlp.samplers import BatchSampler, MegatronPretrainingRandomBatchSampler
 from nemo_aligner.models.alignable_interface import SupervisedInterface
+from nemo_aligner.training import schedule
 from nemo_aligner.training.loggers import CustomLoggerWrapper, named
 from nemo_aligner.training.megatron_steps import naming_step
 from nemo_aligner.training.optim import train_on_batch
 from nemo_aligner.training.passes import TRAIN, in_short, token_metrics
-from nemo_aligner.training.schedule import (
-    ScopedTimer,
-    Timer,
-    compute_limit_batches,
-    compute_num_steps_per_epoch,
-    endless_batches,
-    interval_in_steps,
-    supervised_max_steps,
-)
 
 
 class SupervisedTrainer(TrainingLoop):
@@ -64,7 +56,7 @@ class SupervisedTrainer(TrainingLoop):
         test_dataloader: DataLoader[Any] | None,
         logger: CustomLoggerWrapper,
         ckpt_callback: CheckpointCallback,
-        run_timer: Timer,
+        run_timer: schedule.Timer,
         run_init_validation: bool = False,
         section: str | None = None,
     ):
@@ -89,13 +81,13 @@ class SupervisedTrainer(TrainingLoop):
         }
         self.test_dataloader = test_dataloader
         self.run_init_validation = run_init_validation
-        self.timer = ScopedTimer(reduction="mean", sync_cuda=True, buffer_size=1)
+        self.timer = schedule.ScopedTimer(reduction="mean", sync_cuda=True, buffer_size=1)
 
         self.passes = self.used = self.more_steps = 0
         self.held_out: dict[str, tuple[dict[str, float], float]] = {}
         self.sampler = cast(BatchSampler, train_dataloader.batch_sampler)
         self.global_batch_size = self.sampler.global_batch_size
-        self.num_steps_per_epoch = compute_num_steps_per_epoch(
+        self.num_steps_per_epoch = schedule.compute_num_steps_per_epoch(
             self.sampler, cfg.limit_train_batches
         )
         if self.num_steps_per_epoch == 0:
@@ -103,7 +95,7 @@ class SupervisedTrainer(TrainingLoop):
                 f"limit_train_batches={cfg.limit_train_batches} leaves no batch to train on."
             )
         self.val_check_interval, self.save_interval = (
-            interval_in_steps(key, cfg[key], self.num_steps_per_epoch)
+            schedule.interval_in_steps(key, cfg[key], self.num_steps_per_epoch)
             for key in ("val_check_interval", "save_interval")
         )
         self.set_max_steps()
@@ -135,7 +127,9 @@ class SupervisedTrainer(TrainingLoop):
         return self.passes * self.sampler.samples_per_epoch + used
 
     def set_max_steps(self) -> None:
-        self.max_steps = supervised_max_steps(self.cfg, self.train_dataloader, self.more_steps)
+        self.max_steps = schedule.supervised_max_steps(
+            self.cfg, self.train_dataloader, self.more_steps
+        )
 
     # ----------------------------------------------------------------------------------- the loop
 
@@ -155,7 +149,7 @@ class SupervisedTrainer(TrainingLoop):
 
     def training_batches(self) -> Iterator[Any]:
         """What the steps train on, without an end; each is drawn after the step before it."""
-        return endless_batches(self.train_dataloader, self)
+        return schedule.endless_batches(self.train_dataloader, self)
 
     @property
     def objective_age(self) -> int:
@@ -206,7 +200,7 @@ class SupervisedTrainer(TrainingLoop):
         total = 0.0
         sampler: Any = dataloader.batch_sampler
         sampler.consumed_samples = 0  # a random one would go on where the last pass ended
-        limit = compute_limit_batches(len(dataloader), limit_batches)
+        limit = schedule.compute_limit_batches(len(dataloader), limit_batches)
         for _, batch in zip(range(limit), dataloader, strict=False):
             loss, metrics = self.validation_step(batch)
             metrics = {**metrics, "loss": loss}

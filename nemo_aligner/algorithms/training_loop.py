@@ -31,15 +31,9 @@ from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.collectives import all_reduce_dict
 from nemo_aligner.parallel.device import get_device
 from nemo_aligner.servers.futures import FutureScores, OtherFuture, await_on_source, wait_for_all
+from nemo_aligner.training import schedule
 from nemo_aligner.training.loggers import CustomLoggerWrapper
 from nemo_aligner.training.passes import forget_token_counts
-from nemo_aligner.training.schedule import (
-    ScopedTimer,
-    Timer,
-    check_progress,
-    say_complete,
-    warn_of_unreachable_steps,
-)
 from nemo_aligner.training.stop_requests import stop_requests
 
 if TYPE_CHECKING:
@@ -78,7 +72,7 @@ class Parts:
     scheduler: Scheduler
     logger: CustomLoggerWrapper
     ckpt_callback: CheckpointCallback
-    run_timer: Timer
+    run_timer: schedule.Timer
 
 
 class TrainingLoop(ABC):
@@ -119,7 +113,7 @@ class TrainingLoop(ABC):
                 self.ckpt_callback.finish_export()
         else:
             steps = self.max_steps, self.num_steps_per_epoch
-            warn_of_unreachable_steps(self.section, self.cfg, *steps)
+            schedule.warn_of_unreachable_steps(self.section, self.cfg, *steps)
         if self.step == 0:
             self.before_first_step()
 
@@ -135,7 +129,7 @@ class TrainingLoop(ABC):
                 self.ckpt_callback.check_save()
 
                 stop = stop_requests.after_step(self.step, self.run_timer)
-                run_val, save_model, is_train_end = check_progress(
+                run_val, save_model, is_train_end = schedule.check_progress(
                     self.step,
                     self.max_steps,
                     self.val_check_interval,
@@ -158,7 +152,11 @@ class TrainingLoop(ABC):
             self.finish_saves()
         self.logger.finalize()
         if is_complete:
-            say_complete(self.step, self.max_steps, self.section)
+            logging.warning(
+                f"step {self.step} of {self.max_steps}: training is already complete, nothing was "
+                f"trained; raise {self.section}.max_steps or max_epochs to continue, or give "
+                "another job a folder of its own (exp_manager.explicit_log_dir)."
+            )
         if stop is not None:
             stop_requests.leave(stop)
 
@@ -206,14 +204,12 @@ class TrainingLoop(ABC):
         """The counters, which `load_state_dict` takes."""
 
 
-def consume_timings(*timers: ScopedTimer) -> dict[str, float]:
+def consume_timings(*timers: schedule.ScopedTimer) -> dict[str, float]:
     """Seconds by name since the last call, of the slowest rank; all ranks call it."""
-    durations: dict[str, float | Tensor] = {
-        name: seconds for timer in timers for name, seconds in timer.consume_durations().items()
-    }
-    return all_reduce_dict(
-        durations, dtype=torch.float64, group=None, op=torch.distributed.ReduceOp.MAX
-    )
+    durations: dict[str, float] = {}
+    for timer in timers:
+        durations |= timer.consume_durations()
+    return all_reduce_dict(durations, op=torch.distributed.ReduceOp.MAX)
 
 
 def empty_table() -> pd.DataFrame:
@@ -381,10 +377,8 @@ def complete_outputs(logger: Any, callback: Any) -> tuple[CustomLoggerWrapper, A
     """
     if not hasattr(logger, "log_samples"):
         logger = _Completed(logger, {"log_samples": _nothing})
-    optional: dict[str, Any] = {
-        name: _nothing for name in ("check_save", "finish_save", "finish_export")
-    }
-    optional |= {"is_saving": False, "saved_at": lambda counter: {}}
+    optional: dict[str, Any] = {"is_saving": False, "saved_at": lambda counter: {}}
+    optional |= dict.fromkeys(("check_save", "finish_save", "finish_export"), _nothing)
     added = {name: value for name, value in optional.items() if not hasattr(callback, name)}
     if callback is not None and not _takes(callback.custom_save, "trainer_state"):
         added["custom_save"] = functools.partial(_save, callback)

@@ -6,47 +6,40 @@ in for each name. See `python -m nemo_aligner.compat`; nothing in the package im
 
 import importlib
 import importlib.util
+import re
 from typing import Any
 
 from nemo_aligner.utils import Doors
 
 PREFIX = "nemo.collections.nlp"
-_MEGATRON = f"{PREFIX}.data.language_modeling.megatron"
-_PARTS = f"{PREFIX}.parts"
-_OWN_CLASSES = f"{__name__}.nemo_classes"
 
+# names of NeMo below `PREFIX`, and where this package has them
+_TABLE = """
+data.language_modeling.megatron.gpt_sft_chat_dataset.get_prompt_template_example
+    compat.nemo_classes:get_prompt_template_example
+data.language_modeling.megatron.megatron_batch_samplers.MegatronPretrainingBatchSampler
+    data.nlp.samplers:MegatronPretrainingBatchSampler
+data.language_modeling.megatron.megatron_batch_samplers.MegatronPretrainingRandomBatchSampler
+    data.nlp.samplers:MegatronPretrainingRandomBatchSampler
+data.language_modeling.megatron.data_samplers.MegatronPretrainingSampler
+    data.nlp.samplers:MegatronPretrainingSampler
+data.language_modeling.megatron.data_samplers.MegatronPretrainingRandomSampler
+    data.nlp.samplers:MegatronPretrainingRandomSampler
+models.language_modeling.megatron_gpt_model.MegatronGPTModel
+    models.nlp.gpt.megatron_gpt_model:MegatronGPTModel
+models.language_modeling.megatron_gpt_sft_model.MegatronGPTSFTModel
+    models.nlp.gpt.gpt_sft_model:GPTSFTModel
+parts.mixins.nlp_adapter_mixins.NLPAdapterModelMixin
+    models.nlp.gpt.adapter_mixin:NLPAdapterModelMixin
+parts.megatron_trainer_builder.MegatronTrainerBuilder compat.nemo_classes:MegatronTrainerBuilder
+parts.nlp_overrides.NLPDDPStrategy compat.nemo_classes:NLPDDPStrategy
+parts.nlp_overrides.NLPSaveRestoreConnector checkpoint.nemo_archive:CustomSaveRestoreConnector
+"""
 # module of NeMo -> name -> "module:name" of this package
-STAND_INS: dict[str, dict[str, str]] = {
-    f"{_MEGATRON}.gpt_sft_chat_dataset": {
-        "get_prompt_template_example": f"{_OWN_CLASSES}:get_prompt_template_example",
-    },
-    f"{_MEGATRON}.megatron_batch_samplers": {
-        name: f"nemo_aligner.data.nlp.samplers:{name}"
-        for name in ("MegatronPretrainingBatchSampler", "MegatronPretrainingRandomBatchSampler")
-    },
-    f"{_MEGATRON}.data_samplers": {
-        name: f"nemo_aligner.data.nlp.samplers:{name}"
-        for name in ("MegatronPretrainingSampler", "MegatronPretrainingRandomSampler")
-    },
-    f"{PREFIX}.models.language_modeling.megatron_gpt_model": {
-        "MegatronGPTModel": "nemo_aligner.models.nlp.gpt.megatron_gpt_model:MegatronGPTModel",
-    },
-    f"{PREFIX}.models.language_modeling.megatron_gpt_sft_model": {
-        "MegatronGPTSFTModel": "nemo_aligner.models.nlp.gpt.gpt_sft_model:GPTSFTModel",
-    },
-    f"{PREFIX}.parts.mixins.nlp_adapter_mixins": {
-        "NLPAdapterModelMixin": "nemo_aligner.models.nlp.gpt.adapter_mixin:NLPAdapterModelMixin",
-    },
-    f"{_PARTS}.megatron_trainer_builder": {
-        "MegatronTrainerBuilder": f"{_OWN_CLASSES}:MegatronTrainerBuilder",
-    },
-    f"{_PARTS}.nlp_overrides": {
-        "NLPDDPStrategy": f"{_OWN_CLASSES}:NLPDDPStrategy",
-        "NLPSaveRestoreConnector": (
-            "nemo_aligner.checkpoint.nemo_archive:CustomSaveRestoreConnector"
-        ),
-    },
-}
+STAND_INS: dict[str, dict[str, str]] = {}
+for _theirs, _own in map(str.split, re.split(r"\n(?! )", _TABLE.strip())):
+    _module, _, _name = _theirs.rpartition(".")
+    STAND_INS.setdefault(f"{PREFIX}.{_module}", {})[_name] = f"nemo_aligner.{_own}"
 
 
 def _stand_in(module: str, name: str) -> Any:

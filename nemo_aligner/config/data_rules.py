@@ -69,20 +69,6 @@ def line_ends(text: str) -> str:
     return text.replace("\\n", "\n")
 
 
-def _check_packed(values: Values, split: str) -> None:
-    values.refuse(
-        f"""{split}.packed_sequence & model.context_parallel_size>1 | with {{}}: set one of them to
-        False or 1"""
-    )
-    files = values.get(f"{split}.file_path") if values.get(f"{split}.packed_sequence") else None
-    for name in [files] if isinstance(files, str) else list(files or []):
-        if str(name).endswith(".npy"):
-            raise ConfigError(
-                f"{split}.file_path={name}: files that were packed beforehand cannot be read; "
-                "give the files that they were made of: packed_sequence=True packs at start."
-            )
-
-
 def holds_tokens(name: str) -> bool:
     return name in TOKENS.split("|")
 
@@ -163,4 +149,14 @@ def check_sft_data(values: Values, dp: dict[str, int], with_sizes: tuple[str, ..
             )
         values.at_most(f"{name}.max_seq_length", "model.encoder_seq_length")
         plain_columns(values.get(f"{name}.columns"), f"{name}.columns")
-        _check_packed(values, name)
+        values.refuse(
+            f"""{name}.packed_sequence & model.context_parallel_size>1 | with {{}}: set one of them
+            to False or 1"""
+        )
+        files = values.get(f"{name}.file_path") if values.get(f"{name}.packed_sequence") else None
+        for file in [files] if isinstance(files, str) else files or ():
+            if str(file).endswith(".npy"):
+                raise ConfigError(
+                    f"{name}.file_path={file}: files that were packed beforehand cannot be read; "
+                    "give the files that they were made of: packed_sequence=True packs at start."
+                )

@@ -111,8 +111,10 @@ def complete(cfg: DictConfig | dict | None, config_name: str | None, section: st
         absent = {"data", "overwrite_base_config", "optim"} - set(result)
         defaults = {key: value for key, value in defaults.items() if key not in absent}
 
+    nullable = {*NULL_IS_DEFAULT, *dict(leaves(_fallbacks(RMModel), "model."))}
+
     def is_default(key: str, default: object) -> bool:
-        return isinstance(default, Mapping) or key in NULL_IS_DEFAULT or key in _fallback_keys()
+        return isinstance(default, Mapping) or key in nullable
 
     added = _missing(plain_dict(result), defaults, is_default, prefix=f"{section}.")
     _add(result, added)
@@ -229,11 +231,6 @@ def _copy(cfg: DictConfig | dict) -> DictConfig:
     if isinstance(cfg, DictConfig):
         return copy.deepcopy(cfg)
     return OmegaConf.create(cfg, flags={"allow_objects": True})
-
-
-@functools.cache
-def _fallback_keys() -> frozenset[str]:
-    return frozenset(dict(leaves(_fallbacks(RMModel), "model.")))
 
 
 @functools.cache

@@ -172,7 +172,9 @@ class Configuration:
         keys = {}
         for name, key in found.items():
             is_bare = name.startswith(bare)
-            default = self._own(self.defaults.get(name, ABSENT if is_bare else key.default))
+            default = self.defaults.get(name, ABSENT if is_bare else key.default)
+            if isinstance(default, str):
+                default = default.replace("<job>", self.name).replace("<algo>", self.algo or "")
             nullable = (key.nullable or is_bare) and name not in self.required
             if name not in self.without:
                 keys[name] = dataclasses.replace(key, default=default, nullable=nullable)
@@ -192,11 +194,6 @@ class Configuration:
         """The job's own section below `trainer`, "ppo" of `trainer.ppo`; None: it has none."""
         names = (name.split(".") for name in self.sections)
         return next((parts[1] for parts in names if parts[0] == "trainer" and parts[1:]), None)
-
-    def _own(self, default: Any) -> Any:
-        if not isinstance(default, str):
-            return default
-        return default.replace("<job>", self.name).replace("<algo>", self.algo or "")
 
     @functools.cached_property
     def tree(self) -> dict[str, Any]:
@@ -244,13 +241,11 @@ def meaning_of(section_class: type, field: str) -> str | None:
     return None
 
 
-@functools.cache
-def _hints(section_class: type) -> dict[str, Any]:
-    return typing.get_type_hints(section_class)
-
-
 def _is_section(kind: Any) -> bool:
     return isinstance(kind, type) and issubclass(kind, Section)
+
+
+_hints = functools.cache(typing.get_type_hints)
 
 
 def _contents(section_class: type, name: str) -> Iterator[tuple[str, Key | type]]:

@@ -14,7 +14,7 @@ that are refused.
 """
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import yaml
@@ -297,19 +297,17 @@ def has_no_effect(name: str) -> bool:
     return any(f"model.{name}" in table for table in INERT.values())
 
 
-def refuse_model_values(values: Values) -> None:
-    _refuse(ONLY.items(), values, "supported here")
+def refuse_values(
+    values: Values, table: Mapping[str, tuple] = ONLY, what: str = "supported here"
+) -> None:
+    for key, (accepted, remedy) in table.items():
+        if values.has(key) and values.get(key) not in accepted:
+            raise ConfigError(f"{key}={values.get(key)!r} is not {what}: {remedy}.")
 
 
 def check_later(values: Values, config_name: str) -> None:
-    own = ((key, only) for (job, key), only in LATER.items() if job == config_name)
-    _refuse(own, values, "supported yet")
-
-
-def _refuse(table: Iterable[tuple[str, tuple]], values: Values, what: str) -> None:
-    for key, (accepted, remedy) in table:
-        if values.has(key) and values.get(key) not in accepted:
-            raise ConfigError(f"{key}={values.get(key)!r} is not {what}: {remedy}.")
+    own = {key: only for (job, key), only in LATER.items() if job == config_name}
+    refuse_values(values, own, "supported yet")
 
 
 def notes_on(given: Mapping[str, Any], table: Mapping[str, Inert]) -> list[str]:
@@ -328,7 +326,7 @@ def check_model_keys(cfg: DictConfig | Mapping[str, Any]) -> list[str]:
     """
     read = {key.split(".")[1] for key in (*ONLY, *INERT_ARCHITECTURE)}
     section = {f"model.{name}": to_plain(cfg[name]) for name in cfg if name in read}
-    refuse_model_values(Values(tree_of(section)))
+    refuse_values(Values(tree_of(section)))
     notes = notes_on(section, INERT_ARCHITECTURE)
     unknown = sorted(f"model.{name}" for name in cfg if name not in known_model_keys())
     return [*notes, f"{', '.join(unknown)}: unknown here"] if unknown else notes

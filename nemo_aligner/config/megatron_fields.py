@@ -15,21 +15,11 @@ from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import Any
 
 from nemo_aligner.config.fields import Key, tree_of
-from nemo_aligner.config.values import Values
+from nemo_aligner.config.values import Values, entries
 from nemo_aligner.core.errors import ConfigError
 
-_OTHER_LAYERS = (
-    "generation, LoRA and Hugging Face folders have the layers that the keys of model. describe"
-)
-_OTHER_SPLITS = "a model gives the same numbers, and loads, at any split of its ranks"
-_ROLLOUTS = "generation computes the log-probs of training, for any number of rows"
-_WIDTHS = "micro-batches are as wide as their longest sample, and a graph has one width"
 _COMPLETE = "it needs a part of Megatron-LM's own training loop, without which it fails or lies"
-_OWN_STEP = "generation has its own step; see generation.cuda_graphs"
 _DTYPES = "a model computes in float32 or bf16 and sums its gradients in float32"
-_WEIGHTS = "weights are whole after an update, for generation, checks and checkpoints read them"
-_CHECKPOINTS = "a checkpoint has the same form whatever the ranks"
-_SAME_ERROR = "every rank gets the same error; all gradients are checked (megatron_steps.py)"
 
 OWN_KEYS = dict(
     pair.split("=")
@@ -44,50 +34,55 @@ OWN_KEYS = dict(
 )
 
 # promise -> patterns of the fields that would break it
-MODEL_REFUSED: dict[str, str] = {
-    _OTHER_LAYERS: """multi_latent_attention experimental_attention_variant* dsa_* linear_*
-        mtp_* is_hybrid_model mamba_* use_mamba_* heterogeneous_* hetereogenous_*
-        attention_output_gate softmax_type qk_l2_norm glu_linear_offset activation_func*
-        moe_latent_size moe_apply_probs_on_input moe_router_score_function
-        moe_router_topk_scaling_factor moe_router_num_groups moe_router_group_topk
-        moe_router_enable_expert_bias moe_router_bias_update_rate moe_router_quantile_*
-        moe_*glu_interleave_size moe_single_grouped_* use_grouped_gemm_* mrope_section mup_*
-        use_mup transformer_impl quant_recipe use_kitchen* kitchen_* init_method*
-        output_layer_init_method embedding_init_method add_bias_linear gated_linear_unit""",
-    _OTHER_SPLITS: """moe_expert_capacity_factor moe_expert_rank_capacity_factor
-        moe_pad_expert_input_to_capacity moe_token_drop_policy moe_router_topk_limited_devices
-        moe_router_force_* moe_extended_tp expert_tensor_parallel_* *gtp_* *weight_shards
-        hierarchical_context_parallel_sizes max_seqlen_per_dp_cp_rank hybrid_context_parallel
-        pipeline_model_parallel_layout account_for_* moe_router_dtype
-        moe_use_legacy_grouped_gemm""",
-    _ROLLOUTS: "fp8* fp4* first_last_layers_bf16 num_layers_at_* tp_only_amax_red",
-    _WIDTHS: "*cuda_graph*",
-    _COMPLETE: """tp_comm_* timers finalize_model_grads_func *grad_scale_func no_sync_func
-        grad_sync_func param_sync_func delay_wgrad_compute overlap_moe_expert_parallel_comm
-        overlap_dispatch_* ep_overlap_* qk_clip* log_max_attention_logit
-        moe_enable_routing_replay moe_per_layer_logging moe_paged_stash*
-        defer_embedding_wgrad_compute wgrad_deferral_limit calculate_per_token_loss
-        init_model_with_meta_device variable_seq_lengths
-        use_ring_exchange_p2p async_tensor_model_parallel_allreduce barrier_with_L1_time
-        config_logger_dir _cpu_offloading_context test_mode cross_entropy_*
-        pipeline_model_parallel_comm_backend""",
-    _OWN_STEP: """flash_decode inference_* use_inference_* nccl_all_reduce_for_prefill
-        mlp_chunks_for_*""",
-    _DTYPES: "fp16 enable_autocast autocast_dtype",
-}
-OPTIM_REFUSED: dict[str, str] = {
-    _WEIGHTS: """overlap_param_gather* align_param_gather *param_gather
-        reuse_grad_buf_* fp8_recipe keep_fp8_* delay_wgrad_compute optimizer_cuda_graph""",
-    _CHECKPOINTS: """use_distributed_optimizer num_distributed_optimizer_instances optimizer
-        *fsdp* data_parallel_sharding_strategy outer_dp_sharding_strategy
-        gradient_reduce_div_fusion suggested_communication_unit_size preserve_fp32_weights
-        use_precision_aware_optimizer store_param_remainders main_*_dtype exp_avg*_dtype
-        *cpu_offload* optimizer_offload_fraction *pin_cpu_* overlap_cpu_* muon_* *_muon_*
-        lion_* soap_* use_layer_wise_*""",
-    _DTYPES: "fp16 *loss_scale* hysteresis reduce_scatter_with_fp32_* param_name_patterns_*",
-    _SAME_ERROR: "check_for_* grad_norm_skip_threshold log_num_zeros_in_grad",
-    _COMPLETE: "timers config_logger_dir barrier_with_L1_time",
-}
+MODEL_REFUSED: dict[str, str] = dict(
+    entries(f"""
+generation, LoRA and Hugging Face folders have the layers that the keys of model. describe |
+    multi_latent_attention experimental_attention_variant* dsa_* linear_* mtp_* is_hybrid_model
+    mamba_* use_mamba_* heterogeneous_* hetereogenous_* attention_output_gate softmax_type
+    qk_l2_norm glu_linear_offset activation_func* moe_latent_size moe_apply_probs_on_input
+    moe_router_score_function moe_router_topk_scaling_factor moe_router_num_groups
+    moe_router_group_topk moe_router_enable_expert_bias moe_router_bias_update_rate
+    moe_router_quantile_* moe_*glu_interleave_size moe_single_grouped_* use_grouped_gemm_*
+    mrope_section mup_* use_mup transformer_impl quant_recipe use_kitchen* kitchen_* init_method*
+    output_layer_init_method embedding_init_method add_bias_linear gated_linear_unit
+a model gives the same numbers, and loads, at any split of its ranks | moe_expert_capacity_factor
+    moe_expert_rank_capacity_factor moe_pad_expert_input_to_capacity moe_token_drop_policy
+    moe_router_topk_limited_devices moe_router_force_* moe_extended_tp expert_tensor_parallel_*
+    *gtp_* *weight_shards hierarchical_context_parallel_sizes max_seqlen_per_dp_cp_rank
+    hybrid_context_parallel pipeline_model_parallel_layout account_for_* moe_router_dtype
+    moe_use_legacy_grouped_gemm
+generation computes the log-probs of training, for any number of rows | fp8* fp4*
+    first_last_layers_bf16 num_layers_at_* tp_only_amax_red
+micro-batches are as wide as their longest sample, and a graph has one width | *cuda_graph*
+{_COMPLETE} | tp_comm_* timers finalize_model_grads_func *grad_scale_func no_sync_func
+    grad_sync_func param_sync_func delay_wgrad_compute overlap_moe_expert_parallel_comm
+    overlap_dispatch_* ep_overlap_* qk_clip* log_max_attention_logit moe_enable_routing_replay
+    moe_per_layer_logging moe_paged_stash* defer_embedding_wgrad_compute wgrad_deferral_limit
+    calculate_per_token_loss init_model_with_meta_device variable_seq_lengths use_ring_exchange_p2p
+    async_tensor_model_parallel_allreduce barrier_with_L1_time config_logger_dir
+    _cpu_offloading_context test_mode cross_entropy_* pipeline_model_parallel_comm_backend
+generation has its own step; see generation.cuda_graphs | flash_decode inference_* use_inference_*
+    nccl_all_reduce_for_prefill mlp_chunks_for_*
+{_DTYPES} | fp16 enable_autocast autocast_dtype
+""")
+)
+OPTIM_REFUSED: dict[str, str] = dict(
+    entries(f"""
+weights are whole after an update, for generation, checks and checkpoints read them |
+    overlap_param_gather* align_param_gather *param_gather reuse_grad_buf_* fp8_recipe keep_fp8_*
+    delay_wgrad_compute optimizer_cuda_graph
+a checkpoint has the same form whatever the ranks | use_distributed_optimizer
+    num_distributed_optimizer_instances optimizer *fsdp* data_parallel_sharding_strategy
+    outer_dp_sharding_strategy gradient_reduce_div_fusion suggested_communication_unit_size
+    preserve_fp32_weights use_precision_aware_optimizer store_param_remainders main_*_dtype
+    exp_avg*_dtype *cpu_offload* optimizer_offload_fraction *pin_cpu_* overlap_cpu_* muon_*
+    *_muon_* lion_* soap_* use_layer_wise_*
+{_DTYPES} | fp16 *loss_scale* hysteresis reduce_scatter_with_fp32_* param_name_patterns_*
+every rank gets the same error; all gradients are checked (megatron_steps.py) | check_for_*
+    grad_norm_skip_threshold log_num_zeros_in_grad
+{_COMPLETE} | timers config_logger_dir barrier_with_L1_time
+""")
+)
 
 
 def passed_fields(

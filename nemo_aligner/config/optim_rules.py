@@ -28,10 +28,10 @@ OPTIMIZERS = {
     "sgd": OptimizerKind(kind="sgd", decoupled_weight_decay=False),
 }
 DISTRIBUTED_OPTIMIZERS = tuple(name for name, kind in OPTIMIZERS.items() if kind.distributed)
-# Names of NeMo that are refused: Megatron Core has Adam and SGD only.
-OTHER_OPTIMIZERS = (
-    *("adadelta", "adafactor", "adagrad", "adamax", "adan"),
-    *("lamb", "novograd", "rmsprop", "rprop"),
+# Names of NeMo that are refused, and why.
+OTHER_OPTIMIZERS = dict.fromkeys(
+    "adadelta adafactor adagrad adamax adan lamb novograd rmsprop rprop".split(),
+    "Megatron Core has Adam and SGD only",
 )
 
 _WARMUP = ("warmup_steps", "warmup_ratio")
@@ -67,7 +67,6 @@ SCHEDULES = {
     ),
     "StepLR": ScheduleKind(("step_size", "gamma"), required=("step_size",)),
 }
-_NO_OTHER = "Megatron Core has Adam and SGD only"
 OTHER_SCHEDULES = {
     "ReduceLROnPlateau": "it follows a validation metric, and a resumed job would not be exact",
     "ExponentialLR": "NeMo counts epochs for it, and a schedule counts updates here",
@@ -82,7 +81,7 @@ def check_optim(optim: Mapping[str, Any]) -> None:
     """`ConfigError`: an unknown name, a missing key, a value that cannot work; null: default."""
     v = Values({"model": {"optim": optim}})
     known: tuple[tuple[str, Mapping, Mapping], ...] = (
-        ("model.optim.name", OPTIMIZERS, dict.fromkeys(OTHER_OPTIMIZERS, _NO_OTHER)),
+        ("model.optim.name", OPTIMIZERS, OTHER_OPTIMIZERS),
         ("model.optim.sched.name", SCHEDULES, OTHER_SCHEDULES),
     )
     for key, names, others in known:

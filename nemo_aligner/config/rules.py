@@ -13,7 +13,7 @@ from omegaconf import DictConfig
 from nemo_aligner.config import data_rules, parallel_rules
 from nemo_aligner.config.defaults import complete_config, model_fallback
 from nemo_aligner.config.fields import RESTORE_KEY, Configuration, tree_of
-from nemo_aligner.config.inert_keys import check_later, refuse_model_values
+from nemo_aligner.config.inert_keys import check_later, refuse_values
 from nemo_aligner.config.jobs import JOBS
 from nemo_aligner.config.keys.common import PARAMS
 from nemo_aligner.config.optim_rules import check_optim
@@ -84,7 +84,7 @@ def check_values(
     own_gpus = visible_devices if accelerator != "cpu" else 0
     ranks = parallel_rules.count_ranks(devices, values.get("trainer.num_nodes"), own_gpus, env)
     trains_from_scratch = _check_start(values, config_name)
-    refuse_model_values(values)
+    refuse_values(values)
     if not complete:  # what the user wrote; a checkpoint's own data may have been of such a form
         check_later(values, config_name)
 
@@ -181,23 +181,8 @@ def _check_training(values: Values, job: Configuration, dp: dict[str, int]) -> N
         SIMILAR="makes micro-batches of similar samples",
     )
     check_optim(values.get("model.optim", {}))
-    if "model.data.data_prefix" in job.keys:
-        _check_prefix_data(values)
-
-
-def why_nothing_is_kept(values: Values, config_name: str) -> str | None:
-    """The setting by which a job that trains leaves no checkpoint and no model behind, if any."""
-    if config_name not in SECTIONS or config_name == "gpt_ppo_critic":  # saves with the actor
-        return None
-    if values.get("exp_manager.create_checkpoint_callback") is False:
-        return "exp_manager.create_checkpoint_callback=False"
-    key = f"trainer.{SECTIONS[config_name]}.save_interval"
-    interval = values.get(key, 1)
-    return f"{key}={interval}" if interval <= 0 else None
-
-
-def _check_prefix_data(values: Values) -> None:
-    """What jobs that read `data_prefix` share; others may have it from a checkpoint."""
+    if "model.data.data_prefix" not in job.keys:  # others may have it from a checkpoint
+        return
     values.at_most("model.data.seq_length", "model.encoder_seq_length")
     data_rules.plain_columns(values.get("model.data.columns"))
     data_impl, files = values.get("model.data.data_impl"), values.get("model.data.data_prefix")
@@ -212,3 +197,14 @@ def _check_prefix_data(values: Values) -> None:
         )
     if isinstance(files, Mapping):
         data_rules.check_parts(files)
+
+
+def why_nothing_is_kept(values: Values, config_name: str) -> str | None:
+    """The setting by which a job that trains leaves no checkpoint and no model behind, if any."""
+    if config_name not in SECTIONS or config_name == "gpt_ppo_critic":  # saves with the actor
+        return None
+    if values.get("exp_manager.create_checkpoint_callback") is False:
+        return "exp_manager.create_checkpoint_callback=False"
+    key = f"trainer.{SECTIONS[config_name]}.save_interval"
+    interval = values.get(key, 1)
+    return f"{key}={interval}" if interval <= 0 else None

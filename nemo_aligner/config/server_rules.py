@@ -28,7 +28,6 @@ from nemo_aligner.config.values import Values, is_number, require_one_of
 from nemo_aligner.core.errors import ConfigError
 
 FRONTENDS = ("triton", "asgi")
-SERVER_KEYS = ("frontend", "tls_certificate", "tls_key")  # of the section `server`
 
 
 def read_frontend(
@@ -103,18 +102,12 @@ def served_attributes(model: Mapping) -> int:
     return 1 if regression["merge_attributes"] else int(regression["num_attributes"])
 
 
-def check_scores_of_tokens(model: Mapping) -> None:
-    Values({"model": model}).refuse(
-        """model.use_avg_pool | : this reward model scores the mean over all tokens, not single
-        ones; set inference.rewards_per=response"""
-    )
-
-
 def check_serving(values: Values, section: str) -> None:
     """What the servers have in common; `section` holds their port."""
     host, token_file = values.get(f"{section}.host"), values.get(f"{section}.token_file")
     access.server_token(host, token_file, section)
-    read_frontend(*(values.get(f"server.{key}") for key in SERVER_KEYS))
+    server = (values.get(f"server.{key}") for key in ("frontend", "tls_certificate", "tls_key"))
+    read_frontend(*server)
     sizes = values.get(f"{section}.inference_micro_batch_size")
     for size in _as_list(sizes):
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:

@@ -25,6 +25,7 @@ from nemo_aligner.checkpoint import (
     dist_ckpt,
     forms,
     megatron,
+    megatron_keys,
     nemo_archive,
     stored_weights,
 )
@@ -253,7 +254,7 @@ def to_megatron(source: Path, target: Path, options: Options) -> str:
     """
     target = check_target(source, target, options)
     with _opened(source, options, "SOURCE") as (section, _base, weights):
-        args = megatron.arguments(section)
+        args = megatron_keys.arguments(section)
         rows = weights.shapes()[TABLES[0]][0]
         padded = pad_vocab_size(rows, args["make_vocab_size_divisible_by"], 1)
         args |= {"padded_vocab_size": padded, "vocab_size": _rows_of(section) or None}
@@ -285,7 +286,7 @@ def to_megatron(source: Path, target: Path, options: Options) -> str:
                 list(parts), read, release, common={**common, "iteration": 0}, states=True
             )
             (folder / forms.TRACKER).write_text(forms.RELEASE)
-    more = megatron.command_line(args)
+    more = megatron_keys.command_line(args)
     return f"--load {target} --finetune --use-checkpoint-args {more}".strip()
 
 

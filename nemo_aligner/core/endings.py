@@ -32,9 +32,6 @@ class ExitCode(IntEnum):
     INTERRUPTED = 130  # Ctrl-C on a command that is no job
 
 
-RUN_AGAIN = (ExitCode.TIME, ExitCode.PRE_EMPTED, ExitCode.LOST_PEER)
-
-
 def end_with(parent: int) -> None:
     """Have the kernel kill this process when its `parent` ends, however that happens."""
     if sys.platform == "linux":

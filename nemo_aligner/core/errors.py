@@ -7,6 +7,7 @@ and the remedy; a server's; an alarm's), and how any error becomes one line.
 import re
 import sysconfig
 import traceback
+from collections.abc import Iterable
 from pathlib import Path
 
 LONGEST_LINE = 2000  # characters of an error in one line
@@ -64,6 +65,10 @@ class ReplicaError(AlarmError):
 
 class PolicyReferenceError(AlarmError):
     """Policy and reference differ before the first update."""
+
+
+def unknown(name: str, value: object, choices: Iterable[str]) -> ValueError:
+    return ValueError(f"{name}={value!r} is unknown; choose one of {', '.join(choices)}")
 
 
 def one_line(text: str) -> str:

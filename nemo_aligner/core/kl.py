@@ -9,7 +9,6 @@ tokens that take most of the entropy. Torch only, no ranks. [B, S-1] is per tran
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -26,9 +25,7 @@ _MAX_K3_EXPONENT = 20.0
 
 def name_kl_estimator(use_absolute_kl: bool, estimator: str | None) -> str:
     """`estimator`, or if it is None the one that NeMo-Aligner's flag means: "abs" or "k1"."""
-    if estimator is not None:
-        return estimator
-    return "abs" if use_absolute_kl else "k1"
+    return ("abs" if use_absolute_kl else "k1") if estimator is None else estimator
 
 
 def calculate_kl_penalty(
@@ -248,17 +245,6 @@ def _mean(values: Tensor, mask: Tensor) -> Tensor:
 ROUNDING = 1e-4
 
 
-@dataclass(frozen=True)
-class SamplerCorrection:
-    """The keys of `trainer.ppo.sampler_correction`. Levels: `CORRECTION_LEVELS`; None: off."""
-
-    weights: str | None  # level of the importance weights
-    cap: float  # of a weight
-    reject: str | None  # level of the ratio that must stay within the range
-    low: float
-    high: float
-
-
 # Importance weights for samples of an engine that gives tokens other probabilities than the
 # trainer does: truncated (Yao et al. 2025, https://fengyao.notion.site/off-policy-rl), and left
 # out beyond a range (Ling Team 2025, "IcePop", arXiv:2510.18855).
@@ -279,36 +265,31 @@ def importance_ratios(log_ratio: Tensor, mask: Tensor, level: str) -> Tensor:
 
 
 def correction_factors(
-    log_ratio: Tensor, mask: Tensor, settings: SamplerCorrection
+    log_ratio: Tensor,
+    mask: Tensor,
+    *,
+    weights: str | None,
+    cap: float,
+    reject: str | None,
+    low: float,
+    high: float,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """What the advantages are multiplied with, [B, S-1]: min(weight, cap), or 0 where the ratio is
-    out of range; and by name where it is so, for metrics: bool [B, S-1].
+    """What the advantages are multiplied with, [B, S-1]: the importance weight of level `weights`,
+    `cap` at most, or 0 where the ratio of level `reject` is not from `low` to `high`; None: off.
+    And by name where it is so, for metrics: bool [B, S-1].
     """
     factors, where = torch.ones_like(log_ratio), {}
-    if settings.weights is not None:
-        weights = importance_ratios(log_ratio, mask, settings.weights)
-        factors, where["capped"] = weights.clamp(max=settings.cap), weights > settings.cap
-    if settings.reject is not None:
-        ratios = importance_ratios(log_ratio, mask, settings.reject)
-        where["rejected"] = (ratios < settings.low) | (ratios > settings.high)
+    if weights is not None:
+        ratios = importance_ratios(log_ratio, mask, weights)
+        factors, where["capped"] = ratios.clamp(max=cap), ratios > cap
+    if reject is not None:
+        ratios = importance_ratios(log_ratio, mask, reject)
+        where["rejected"] = (ratios < low) | (ratios > high)
         factors = torch.where(where["rejected"], 0, factors)
     return factors, where
 
 
 # ---------------------------------------------------- the few tokens that take most of the entropy
-
-
-@dataclass(frozen=True)
-class CovarianceSettings:
-    """The keys of `trainer.ppo.covariance`."""
-
-    rule: str | None  # one of `estimators.COVARIANCE_RULES`; None: off
-    fraction: float  # of the tokens
-    low: float  # Clip-Cov: range of the covariances to choose from
-    high: float
-    kl_coef: float  # KL-Cov: of the penalty
-
-
 # Tokens whose log-prob and advantage vary together (Cui et al. 2025, arXiv:2505.22617), of the N
 # samples of a whole rollout in an order that does not depend on the split: [N, S-1].
 
@@ -324,18 +305,22 @@ def chosen_tokens(
     advantages: Tensor,
     mask: Tensor,
     response_tokens: Tensor,
-    settings: CovarianceSettings,
+    *,
+    rule: str,
+    fraction: float,
+    low: float,
+    high: float,
 ) -> Tensor:
     """bool [N, S-1]: a `fraction` of all tokens, one at least. With rule "clip" (Clip-Cov) drawn
-    among those with a covariance in the range (maybe fewer), with "kl" (KL-Cov) the largest.
-    `logprobs` are of the policy that generated, `advantages` of the updates; `response_tokens`
-    int64 [N, S] seed the draw.
+    among those with a covariance from `low` to `high` (maybe fewer), with "kl" (KL-Cov) the
+    largest. `logprobs` are of the policy that generated, `advantages` of the updates;
+    `response_tokens` int64 [N, S] seed the draw.
     """
     covariance, able = covariances(logprobs, advantages, mask), mask != 0
-    count = max(1, int(settings.fraction * int(able.sum())))
+    count = max(1, int(fraction * int(able.sum())))
     priority = covariance
-    if settings.rule == "clip":
-        able = able & (covariance >= settings.low) & (covariance <= settings.high)
+    if rule == "clip":
+        able = able & (covariance >= low) & (covariance <= high)
         slots = torch.arange(mask.numel(), device=mask.device).view_as(mask)
         seed = int(sample_seeds(0, 0, response_tokens.flatten()).sum())
         priority = sample_seeds(seed, 0, slots).double()

@@ -22,13 +22,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from nemo_aligner.core.estimators import (
-    DISTILLATION_LOSSES,
-    DUAL_CLIPPED,
-    LOSSES_OF_TOKENS,
-    PREFERENCE_LOSSES,
-    ROLLOUT_REDUCTIONS,
-)
+from nemo_aligner.core import estimators
+from nemo_aligner.core.errors import unknown
 from nemo_aligner.core.kl import SURROGATES, Tokens, calculate_kl_penalty
 from nemo_aligner.core.tensors import masked_mean
 
@@ -78,8 +73,7 @@ def loss_weights(
         per_split = _count(splits, 1) * splits.shape[0] * dp_size
         denominator = per_split.repeat_interleave(micro_batch_size, dim=0)
     else:
-        known = ", ".join(ROLLOUT_REDUCTIONS)
-        raise ValueError(f"loss_reduction={reduction!r} is unknown; choose one of {known}")
+        raise unknown("loss_reduction", reduction, estimators.ROLLOUT_REDUCTIONS)
     weights = rows / denominator.clamp(min=1)
     return weights.float().reshape(mask.shape)
 
@@ -167,9 +161,7 @@ def ppo_actor_loss(
         kept(x, weights) for x in (logprobs, prev_logprobs, advantages)
     )
     if policy_loss not in SURROGATES:
-        raise ValueError(
-            f"policy_loss={policy_loss!r} is unknown; choose one of {', '.join(SURROGATES)}"
-        )
+        raise unknown("policy_loss", policy_loss, SURROGATES)
     mask = (weights != 0).to(logprobs)
     high = ratio_eps if ratio_eps_high is None else ratio_eps_high
     tokens = Tokens(logprobs, prev_logprobs, advantages, mask, ratio_eps, high)
@@ -180,12 +172,17 @@ def ppo_actor_loss(
         "ppo_clip_fraction": cut,
         "approx_kl": calculate_kl_penalty(prev_logprobs, logprobs.detach(), estimator="k3"),
     }
-    if policy_loss in LOSSES_OF_TOKENS:
+    if policy_loss in estimators.LOSSES_OF_TOKENS:
         metrics["ppo_ratio_clamped"] = rho.clamp(1.0 - ratio_eps, 1.0 + high)
     if dual_clip is not None:
-        if policy_loss not in DUAL_CLIPPED:
-            raise ValueError(f"dual_clip={dual_clip} is a bound for {', '.join(DUAL_CLIPPED)}")
-        surrogate, metrics["dual_clip_fraction"] = _dual_clip(surrogate, advantages, dual_clip)
+        if policy_loss not in estimators.DUAL_CLIPPED:
+            bounded = ", ".join(estimators.DUAL_CLIPPED)
+            raise ValueError(f"dual_clip={dual_clip} is a bound for {bounded}")
+        if not dual_clip > 1:
+            raise ValueError(f"dual_clip={dual_clip} must be above 1 (or None: off)")
+        bound = -advantages * dual_clip
+        metrics["dual_clip_fraction"] = (advantages < 0) & (surrogate > bound)
+        surrogate = torch.where(metrics["dual_clip_fraction"], bound, surrogate)
     if surrogate_of is not None:
         inputs = {"logprobs": logprobs, "prev_logprobs": prev_logprobs}
         surrogate = surrogate_of(**inputs, advantages=advantages, mask=mask)
@@ -217,15 +214,6 @@ def ppo_actor_loss(
     shares = weights if metric_weights is None else metric_weights
     means = {name: (shares * value.detach()).sum() for name, value in metrics.items()}
     return loss, {"loss": loss.detach(), "scaled_entropy": scaled_entropy.detach(), **means}
-
-
-def _dual_clip(surrogate: Tensor, advantages: Tensor, limit: float) -> tuple[Tensor, Tensor]:
-    """`surrogate`, at most -A * limit where A < 0; and where that bounds it (bool)."""
-    if not limit > 1:
-        raise ValueError(f"dual_clip={limit} must be above 1 (or None: off)")
-    bound = -advantages * limit
-    bounded = (advantages < 0) & (surrogate > bound)
-    return torch.where(bounded, bound, surrogate), bounded
 
 
 def reinforce_loss(
@@ -298,10 +286,8 @@ def preference_loss(
     Returns partial sums: the loss, and metrics `loss` and `acc` (share of pairs in the right
     order, whatever the margin; a tie is not). `ValueError`: an unknown loss, or no margins.
     """
-    if loss_func not in PREFERENCE_LOSSES:
-        raise ValueError(
-            f"loss_func={loss_func!r} is unknown; choose one of {', '.join(PREFERENCE_LOSSES)}"
-        )
+    if loss_func not in estimators.PREFERENCE_LOSSES:
+        raise unknown("loss_func", loss_func, estimators.PREFERENCE_LOSSES)
     chosen, rejected = (kept(x.reshape(-1), weights) for x in (rewards_chosen, rewards_rejected))
     difference = chosen - rejected
     if loss_func == "regular_bt":
@@ -436,9 +422,7 @@ def divergence(
     if kd_loss == "bwd_kl":
         return _kl(student, teacher)
     if kd_loss != "jsd":
-        raise ValueError(
-            f"kd_loss={kd_loss!r} is unknown; choose one of {', '.join(DISTILLATION_LOSSES)}"
-        )
+        raise unknown("kd_loss", kd_loss, estimators.DISTILLATION_LOSSES)
     mixture = torch.logaddexp(teacher + math.log(jsd_beta), student + math.log1p(-jsd_beta))
     return jsd_beta * _kl(teacher, mixture) + (1 - jsd_beta) * _kl(student, mixture)
 

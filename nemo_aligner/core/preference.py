@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from nemo_aligner.core.errors import unknown
 from nemo_aligner.core.estimators import DIRECT_PREFERENCE_LOSSES
 from nemo_aligner.core.losses import kept
 from nemo_aligner.core.tensors import masked_mean, masked_sum
@@ -130,8 +131,7 @@ def pair_losses(
     if preference_loss == "ipo":
         return (difference - 1 / (2 * beta)).square()
     if preference_loss not in DIRECT_PREFERENCE_LOSSES:
-        known = ", ".join(DIRECT_PREFERENCE_LOSSES)
-        raise ValueError(f"preference_loss={preference_loss!r} is unknown; choose one of {known}")
+        raise unknown("preference_loss", preference_loss, DIRECT_PREFERENCE_LOSSES)
     if reward_gaps is None:
         raise ValueError(f"preference_loss={preference_loss!r} needs rewards of the data")
     if preference_loss == "rpo_sq":

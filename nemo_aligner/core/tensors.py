@@ -59,17 +59,13 @@ def one_row_per_sample(mask: Tensor, packed_position_ids: Tensor) -> Tensor:
 
 def masked_sum(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
     """Sum of `values` where `mask` (same shape) is non-zero, over all of it or along `dim`."""
-    kept = torch.where(mask != 0, values, 0)
-    return kept.sum() if dim is None else kept.sum(dim)
+    return torch.where(mask != 0, values, 0).sum(dim)
 
 
 def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
     """Mean where `mask` (same shape) is non-zero, of all or along `dim`; 0 if no slot counts."""
     keep = mask != 0
-    kept = torch.where(keep, values, 0)
-    if dim is None:
-        return kept.sum() / keep.sum().clamp(min=1)
-    return kept.sum(dim) / keep.sum(dim).clamp(min=1)
+    return torch.where(keep, values, 0).sum(dim) / keep.sum(dim).clamp(min=1)
 
 
 def masked_std(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:

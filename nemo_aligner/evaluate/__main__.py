@@ -21,15 +21,12 @@ from nemo_aligner.generate.responses import (
     read_responses,
     replaced,
     write_records,
-    write_responses,
 )
 from nemo_aligner.generate.settings import CommandParser, compose_settings
 from nemo_aligner.launch.endings import user_errors_end_the_job
 from nemo_aligner.parallel.environment import is_rank_zero
 
 if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
-
     from nemo_aligner.data.nlp.sources import Record
 
 DESCRIPTION = """\
@@ -135,18 +132,28 @@ def evaluate(
     out, responses = Path(args.out), [files.get(source, []) for source in sources]
     rewards = None
     if not by_function or prompts:
-        from nemo_aligner.generate.policy import quiet_logs
+        from nemo_aligner.generate.batch import respond
+        from nemo_aligner.generate.policy import ChatForm, load_policy, quiet_logs
         from nemo_aligner.launch.processes import resolve_and_create_trainer
+        from nemo_aligner.parallel.device import clear_memory
 
         quiet_logs()
+        form = ChatForm(args.chat, args.system)
         # First, so that a mistake ends the command before a policy has generated.
         rm_cfg = None if by_function else by.reward_model_settings(args.reward, cfg)
         trainer = resolve_and_create_trainer(cfg)
         for number, source in enumerate(sources):
             if source not in files:
-                responses[number] = responses_of_policy(source, cfg, trainer, prompts, args)
+                own_cfg = cfg.copy()
+                own_cfg.pretrained_checkpoint.restore_from_path = source
+                policy = load_policy(own_cfg, trainer)
+                responses[number] = respond(policy, prompts, form, args.prompts)
+                policy.generator.model.clear()
+                del policy  # its memory is free for the next model
+                clear_memory()
                 if is_rank_zero():
-                    write_responses(out / RESPONSES.format(number + 1), responses[number])
+                    lines = (response.line for response in responses[number])
+                    write_records(out / RESPONSES.format(number + 1), lines)
         if rm_cfg is not None:
             rewards = by.model_rewards(rm_cfg, trainer, responses)
     if not is_rank_zero():
@@ -182,10 +189,10 @@ def check_sources(
     """`UserError`: a source does not exist or would be replaced by a policy's responses, or
     prompts are missing or not needed.
     """
-    files = [Path(source).resolve() for source in sources if source not in policies]
+    given = [Path(source).resolve() for source in sources if source not in policies]
     for number, source in enumerate(sources, start=1):
         place = Path(args.out) / RESPONSES.format(number)
-        if source in policies and place.resolve() in files:
+        if source in policies and place.resolve() in given:
             raise UserError(f"{place} is a source and would be replaced; give another --out.")
         is_there = source not in policies or Path(source).expanduser().exists()
         if not is_there and hub_folder(source, "the policy") is None:
@@ -203,30 +210,6 @@ def check_sources(
             f"--prompts {args.prompts} is not used: {' and '.join(sources)} hold responses "
             "already; leave it out."
         )
-
-
-def responses_of_policy(
-    source: str,
-    cfg: DictConfig,
-    trainer: "Trainer | None",
-    prompts: "Sequence[Record]",
-    args: argparse.Namespace,
-) -> list[Response]:
-    """Have a policy respond to a file of prompts; all ranks call it, and all get the responses.
-    The memory of the policy is free again afterwards.
-    """
-    from nemo_aligner.generate.batch import respond
-    from nemo_aligner.generate.policy import ChatForm, load_policy
-    from nemo_aligner.parallel.device import clear_memory
-
-    cfg = cfg.copy()
-    cfg.pretrained_checkpoint.restore_from_path = source
-    policy = load_policy(cfg, trainer)
-    responses = respond(policy, prompts, ChatForm(args.chat, args.system), args.prompts)
-    policy.generator.model.clear()
-    del policy
-    clear_memory()
-    return responses
 
 
 if __name__ == "__main__":

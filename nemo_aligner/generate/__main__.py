@@ -3,7 +3,7 @@
 """The command line: `nemo-aligner generate MODEL ...`."""
 
 from nemo_aligner.core.errors import UserError
-from nemo_aligner.generate.responses import check_writable, read_prompts, write_responses
+from nemo_aligner.generate.responses import check_writable, read_prompts, write_records
 from nemo_aligner.generate.settings import RESTORE_KEY, CommandParser, compose_settings
 from nemo_aligner.launch.endings import user_errors_end_the_job
 from nemo_aligner.parallel.environment import is_rank_zero
@@ -90,7 +90,7 @@ def main(argv: list[str] | None = None) -> None:
 
         responses = respond(policy, prompts, form, args.prompts)
         if is_rank_zero():
-            write_responses(args.out, responses)
+            write_records(args.out, (response.line for response in responses))
             ended = sum(bool(response.is_end) for response in responses)
             print(f"{len(responses)} responses, {ended} of them ended by themselves: {args.out}")
 

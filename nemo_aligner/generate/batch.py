@@ -20,7 +20,6 @@ from nemo_aligner.data.nlp.sources import Record
 from nemo_aligner.generate.policy import ChatForm, Policy, prompt_text
 from nemo_aligner.generate.responses import Response
 from nemo_aligner.generation.batch import padded
-from nemo_aligner.generation.interface import Prompts
 from nemo_aligner.parallel import parallel_state
 
 
@@ -42,17 +41,25 @@ def respond(
     tokens = tokenize(policy, records, source)
     for used in filter(None, map(policy.encoder.form_of, records)):
         policy = policy.with_end_strings(used.end_strings)
-    texts = map(prompt_text, prompts)
-    decode = policy.tokenizer.ids_to_text
-    responses = generate_samples(
-        policy,
-        [decode(ids) if text is None else text for text, ids in zip(texts, tokens, strict=True)],
-        samples_of(tokens, policy.seed, policy.responses_per_prompt),
-    )
-    for number, response in enumerate(responses):
-        prompt = prompts[number // policy.responses_per_prompt]
-        of_prompt = ("text", "prompt", *CONVERSATIONS)
-        response.columns.update({k: v for k, v in prompt.items() if k not in of_prompt})
+    texts = []
+    for prompt, ids in zip(prompts, tokens, strict=True):
+        text = prompt_text(prompt)
+        texts.append(policy.tokenizer.ids_to_text(ids) if text is None else text)
+    # Seeds are those of a rollout at step 0 (`algorithms.rollouts.repeat_prompts`): more responses
+    # leave the first ones what they were.
+    count = policy.responses_per_prompt
+    first = sample_seeds(policy.seed, 0, torch.arange(len(tokens)))
+    seeds = [first] + [sample_seeds(policy.seed, n, first) for n in range(1, count)]
+    samples = [
+        Sample(number * count + n, number, ids, int(seeds[n][number]))
+        for number, ids in enumerate(tokens)
+        for n in range(count)
+    ]
+    responses = generate_samples(policy, texts, samples)
+    of_prompt = ("text", "prompt", *CONVERSATIONS)
+    for sample, response in zip(samples, responses, strict=True):
+        columns = prompts[sample.prompt].items()
+        response.columns.update({k: v for k, v in columns if k not in of_prompt})
     return responses
 
 
@@ -62,10 +69,49 @@ def generate_samples(
     """The responses of `samples`, by their places, with the texts of `prompts` by number; all
     ranks call it, with the same samples, and all get the responses.
     """
-    own = _generate(policy, prompts, deal(samples, policy.micro_batch_size))
+    pad_id, batches = policy.tokenizer.eos_id, deal(samples, policy.micro_batch_size)
+    dealt = [sample for batch in batches for sample in batch]
+    inputs = (
+        (
+            padded([sample.tokens for sample in batch], torch.device("cpu"), pad_id),
+            torch.tensor([len(sample.tokens) for sample in batch]),
+            torch.tensor([sample.seed for sample in batch]),
+        )
+        for batch in batches
+    )
+    params = dataclasses.replace(policy.params, return_logprobs=True)
+    fingerprint = tokenizer_fingerprint(policy.tokenizer)
+    own: dict[int, Response] = {}
+    silent = parallel_state.get_rank() != 0 or not sys.stderr.isatty()
+    with tqdm(total=len(dealt), desc="responses", disable=silent, dynamic_ncols=True) as progress:
+        for numbers, output in policy.generator.stream(inputs, params, policy.micro_batch_size):
+            assert output.logprobs is not None
+            rows = zip(
+                numbers,
+                output.response_tokens.tolist(),
+                output.response_lengths.tolist(),
+                output.is_end.tolist(),
+                output.logprobs.double().sum(1).tolist(),
+                strict=True,
+            )
+            for number, tokens, end, is_end, logprob_sum in rows:
+                sample = dealt[number]
+                response = tokens[len(sample.tokens) : end]
+                own[sample.place] = Response(
+                    prompt=prompts[sample.prompt],
+                    response=response_text(policy.tokenizer, response),
+                    length=len(response),
+                    is_end=is_end,
+                    logprob_sum=logprob_sum,
+                    prompt_tokens=sample.tokens,
+                    response_tokens=response,
+                    tokenizer=fingerprint,
+                )
+            progress.update(len(numbers))
     is_source = parallel_state.get_model_parallel_src_rank() == parallel_state.get_rank()
-    parts = policy.group.gather_objects(own if is_source else {})
-    by_place = {place: response for part in parts for place, response in part.items()}
+    by_place: dict[int, Response] = {}
+    for part in policy.group.gather_objects(own if is_source else {}):
+        by_place |= part
     return [by_place[place] for place in range(len(samples))]
 
 
@@ -98,19 +144,6 @@ def tokenize(policy: Policy, prompts: Sequence[Record], source: str) -> list[lis
     return tokens
 
 
-def samples_of(tokens: Sequence[list[int]], seed: int, responses_per_prompt: int) -> list[Sample]:
-    """The samples to generate, in the order of the output. Seeds are those of a rollout at step 0
-    (`algorithms.rollouts.repeat_prompts`): more responses leave the first ones what they were.
-    """
-    first = sample_seeds(seed, 0, torch.arange(len(tokens)))
-    seeds = [first] + [sample_seeds(seed, n, first) for n in range(1, responses_per_prompt)]
-    return [
-        Sample(number * responses_per_prompt + n, number, ids, int(seeds[n][number]))
-        for number, ids in enumerate(tokens)
-        for n in range(responses_per_prompt)
-    ]
-
-
 def deal(samples: Sequence[Sample], micro_batch_size: int) -> list[list[Sample]]:
     """This data-parallel rank's micro-batches, of prompts of similar length. Every rank gets as
     many, perhaps with copies: ranks that hold each other's experts must generate together.
@@ -123,47 +156,3 @@ def deal(samples: Sequence[Sample], micro_batch_size: int) -> list[list[Sample]]
     size = parallel_state.get_data_parallel_world_size()
     batches += [batches[-1]] * (-len(batches) % size)
     return batches[parallel_state.get_data_parallel_rank() :: size]
-
-
-def _generate(
-    policy: Policy, prompts: Sequence[str], batches: Sequence[list[Sample]]
-) -> dict[int, Response]:
-    fingerprint = tokenizer_fingerprint(policy.tokenizer)
-    params = dataclasses.replace(policy.params, return_logprobs=True)
-    found = {}
-    silent = parallel_state.get_rank() != 0 or not sys.stderr.isatty()
-    samples = [sample for batch in batches for sample in batch]
-    inputs = (_padded(batch, policy.tokenizer.eos_id) for batch in batches)
-    outputs = policy.generator.stream(inputs, params, policy.micro_batch_size)
-    progress = tqdm(total=len(samples), desc="responses", disable=silent, dynamic_ncols=True)
-    for places, output in outputs:
-        assert output.logprobs is not None
-        rows = zip(
-            (samples[place] for place in places),
-            output.response_tokens.tolist(),
-            output.response_lengths.tolist(),
-            output.is_end.tolist(),
-            output.logprobs.double().sum(1).tolist(),
-            strict=True,
-        )
-        for sample, tokens, end, is_end, logprob_sum in rows:
-            response = tokens[len(sample.tokens) : end]
-            found[sample.place] = Response(
-                prompt=prompts[sample.prompt],
-                response=response_text(policy.tokenizer, response),
-                length=len(response),
-                is_end=is_end,
-                logprob_sum=logprob_sum,
-                prompt_tokens=sample.tokens,
-                response_tokens=response,
-                tokenizer=fingerprint,
-            )
-        progress.update(len(places))
-    progress.close()
-    return found
-
-
-def _padded(batch: Sequence[Sample], pad_id: int) -> Prompts:
-    tokens = padded([sample.tokens for sample in batch], torch.device("cpu"), pad_id)
-    lengths = torch.tensor([len(sample.tokens) for sample in batch])
-    return tokens, lengths, torch.tensor([sample.seed for sample in batch])

@@ -25,10 +25,7 @@ from nemo_aligner.data.nlp.record_encoder import RecordEncoder
 from nemo_aligner.data.nlp.sources import Record
 from nemo_aligner.generate.settings import RESTORE_KEY
 from nemo_aligner.generation import GenerationParams, MegatronGenerator
-from nemo_aligner.launch.model_loading import (
-    load_and_override_model_config,
-    load_from_nemo,
-)
+from nemo_aligner.launch.model_loading import load_and_override_model_config, load_from_nemo
 from nemo_aligner.launch.processes import launch_processes
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 from nemo_aligner.servers.control_group import ControlGroup

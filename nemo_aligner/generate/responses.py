@@ -90,13 +90,10 @@ def read_responses(path: str | Path) -> list[Response]:
     return [Response(**{n: r.pop(n, None) for n in names}, columns=r) for r in records]
 
 
-def write_responses(path: str | Path, responses: Iterable[Response]) -> None:
-    """Write a file of responses, whole or not at all; `UserError`: it cannot be written."""
-    write_records(path, (response.line for response in responses))
-
-
 def write_records(path: str | Path, records: "Iterable[Record]") -> int:
-    """Write a jsonl file, which takes the place of `path` when it is complete; its length."""
+    """Write a jsonl file, which takes the place of `path` when it is complete; its length.
+    `UserError`: it cannot be written.
+    """
     count = 0
     with replaced(path) as file:
         for record in records:

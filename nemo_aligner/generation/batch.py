@@ -55,16 +55,10 @@ class FinishedSample:
     token_rewards: Tensor | None
 
 
-@dataclass(frozen=True)
-class Refill:
-    """What is to be done to the cache after slots have changed hands, in this order."""
-
-    moves: list[tuple[int, int]]  # (from, to) slots whose positions are to be copied at once
-    prefill: list[int]  # slots whose prompts are to be fed to the model
-    # (from, to) pairs of slots with the same prompt, to be copied after the prefill
-    shared: list[tuple[int, int]]
+_Pairs = list[tuple[int, int]]
 
 
+@dataclass(eq=False)
 class DecodingBatch:
     """Samples that wait, and samples in the slots: the first `active` slots are in use. Of each
     slot, int64 `[c]`: `fed` is the token to feed next, `positions` where to, `last` the last
@@ -72,40 +66,29 @@ class DecodingBatch:
     `width`: positions that the samples may need.
     """
 
-    _PER_SLOT = "fed positions last drawn uniforms seen logprobs".split()
+    slots: int
+    params: GenerationParams
+    end: EndConditions
+    vocab_size: int
+    device: torch.device
+    look_every: int
+    max_turns: int = 1
 
-    def __init__(
-        self,
-        slots: int,
-        params: GenerationParams,
-        end: EndConditions,
-        vocab_size: int,
-        device: torch.device,
-        look_every: int,
-        max_turns: int = 1,
-    ) -> None:
-        self.slots = slots
-        self.params = params
-        self.end = end
-        self.vocab_size = vocab_size
-        self.device = device
-        self.look_every = look_every
+    def __post_init__(self) -> None:
         self.waiting: deque[WaitingSample] = deque()
         self.in_slots: list[Slot] = []
         self.width = 0
-        self.most = max_turns * params.max_length  # tokens that a sample may draw
+        params = self.params
+        self.most = self.max_turns * params.max_length  # tokens that a sample may draw
         self.fed, self.positions = self._new(torch.int64), self._new(torch.int64)
         self.last, self.drawn = self._new(torch.int64), self._new(torch.int64)
-        self.uniforms: Tensor | None = None
-        if not params.use_greedy:
-            self.uniforms = self._new(torch.float64, self.most)
-        self.seen: Tensor | None = None
-        if params.repetition_penalty != 1.0:
-            self.seen = self._new(torch.bool, vocab_size)
-        self.logprobs: Tensor | None = None  # of the tokens drawn; what is dropped goes last
-        if params.return_logprobs:
-            self.logprobs = self._new(torch.float32, self.most + 1)
-        self.end_token_ids = torch.tensor(end.token_ids, device=device)
+        self.uniforms = None if params.use_greedy else self._new(torch.float64, self.most)
+        penalized = params.repetition_penalty != 1.0
+        self.seen = self._new(torch.bool, self.vocab_size) if penalized else None
+        # Of the tokens drawn; what is dropped goes last.
+        wanted = params.return_logprobs
+        self.logprobs = self._new(torch.float32, self.most + 1) if wanted else None
+        self.end_token_ids = torch.tensor(self.end.token_ids, device=self.device)
         self._chosen: list[Tensor] = []  # int64 [b] each, by step, since the last look
 
     @property
@@ -120,13 +103,16 @@ class DecodingBatch:
     def _new(self, dtype: torch.dtype, *widths: int) -> Tensor:
         return torch.zeros(self.slots, *widths, dtype=dtype, device=self.device)
 
-    def refill(self, done: list[int], admit: bool) -> Refill:
-        """Give `done` and free slots to waiting samples if `admit`, or close the gaps."""
+    def refill(self, done: list[int], admit: bool) -> tuple[_Pairs, list[int], _Pairs]:
+        """Give `done` and free slots to waiting samples if `admit`, or close the gaps. Returns
+        what is to be done to the cache, in this order: (from, to) slots to be copied at once,
+        slots whose prompts are to be fed to the model, (from, to) slots with the same prompt.
+        """
         free = done + list(range(self.active, self.slots))
         count = len(self.waiting) if admit else 0
         taken = [(slot, self.waiting.popleft()) for slot in free[:count]]
         if not done and not taken:
-            return Refill([], [], [])
+            return [], [], []
         gaps = done[len(taken) :]
         active = max([self.active, *(slot + 1 for slot, _ in taken)]) - len(gaps)
         gone = set(gaps)
@@ -142,32 +128,24 @@ class DecodingBatch:
                 shared.append((fresh[sample.prompt], slot))
             else:
                 fresh[sample.prompt] = slot
-        self._move(moves[: len(last)])
-        self._place(taken)
+        if last:
+            source, target = torch.tensor(moves[: len(last)], device=self.device).T
+            for name in "fed positions last drawn uniforms seen logprobs".split():
+                if (tensor := getattr(self, name)) is not None:
+                    tensor[target] = tensor[source]
+            for old, new in moves[: len(last)]:
+                self.in_slots[new] = self.in_slots[old]
+        if taken:
+            for slot, sample in taken:
+                length = len(sample.prompt)
+                placed = Slot(sample, list(sample.prompt), length, length, sample.limit)
+                self.in_slots[slot : slot + 1] = [placed]
+            slots = self._set([slot for slot, _ in taken])
+            seeds = torch.tensor([sample.seed for _, sample in taken], device=self.device)
+            if self.uniforms is not None:
+                self.uniforms[slots] = sample_uniforms(seeds, self.most)
         del self.in_slots[active:]
-        return Refill([move for move in moves if move[0] != move[1]], list(fresh.values()), shared)
-
-    def _move(self, moves: list[tuple[int, int]]) -> None:
-        if not moves:
-            return
-        source, target = torch.tensor(moves, device=self.device).T
-        for name in self._PER_SLOT:
-            if (tensor := getattr(self, name)) is not None:
-                tensor[target] = tensor[source]
-        for old, new in moves:
-            self.in_slots[new] = self.in_slots[old]
-
-    def _place(self, taken: list[tuple[int, WaitingSample]]) -> None:
-        if not taken:
-            return
-        for slot, sample in taken:
-            length = len(sample.prompt)
-            placed = Slot(sample, list(sample.prompt), length, length, sample.limit)
-            self.in_slots[slot : slot + 1] = [placed]
-        slots = self._set([slot for slot, _ in taken])
-        seeds = torch.tensor([sample.seed for _, sample in taken], device=self.device)
-        if self.uniforms is not None:
-            self.uniforms[slots] = sample_uniforms(seeds, self.most)
+        return [move for move in moves if move[0] != move[1]], list(fresh.values()), shared
 
     def _set(self, slots: list[int]) -> Tensor:
         """Have the device go on in `slots` from what the host knows; returns them, int64 `[n]`."""
@@ -355,26 +333,6 @@ def seen_tokens(tokens: Tensor, lengths: Tensor, vocab_size: int) -> Tensor:
     return seen.scatter_(1, torch.where(valid, tokens, vocab_size), True)[:, :vocab_size]
 
 
-def apply_repetition_penalty(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
-    """Penalize the ids in `seen`, bool `[b, V]` (Keskar et al. 2019, CTRL, section 4.1)."""
-    return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
-
-
-def forbid_tokens(logits: Tensor, token_ids: Tensor, where: Tensor) -> Tensor:
-    """Put -inf at `token_ids` `[n]` of `logits` `[b, V]` where `where`, bool `[b]`, is True."""
-    columns = torch.zeros(logits.size(1), dtype=torch.bool, device=logits.device)
-    columns.index_fill_(0, token_ids, True)  # an assignment would copy the number from the host
-    return logits.masked_fill(where.unsqueeze(1) & columns, float("-inf"))
-
-
-def keep_top_k(logits: Tensor, top_k: int) -> Tensor:
-    """Forbid all but the k likeliest ids of `logits` `[b, V]`; ids that tie with the k-th stay."""
-    if top_k >= logits.size(1):
-        return logits
-    threshold = logits.topk(top_k, dim=1).values[:, -1:]
-    return logits.masked_fill(logits < threshold, float("-inf"))
-
-
 def keep_top_p(logits: Tensor, top_p: float) -> Tensor:
     """Keep the fewest likeliest ids whose probabilities reach `top_p` (Holtzman et al. 2020)."""
     ordered, order = logits.sort(dim=1, descending=True, stable=True)
@@ -404,7 +362,8 @@ def choose_tokens(
     too_short: Tensor | None = None,
 ) -> Tensor:
     """The next token of each sample, int64 `[b]`; -1 for one whose logits are not finite. Order:
-    repetition penalty, temperature, minimum length, top-k, top-p, then the draw.
+    repetition penalty (Keskar et al. 2019, CTRL, section 4.1), temperature, minimum length, top-k,
+    top-p, then the draw.
 
     Args:
         logits: float32 `[b, V]`.
@@ -413,18 +372,23 @@ def choose_tokens(
         end_token_ids: int64 `[n]`, ids that samples with `too_short` must not take.
         too_short: bool `[b]`, True for responses below their minimum length; None for none.
     """
-    if seen is not None and params.repetition_penalty != 1.0:
-        logits = apply_repetition_penalty(logits, seen, params.repetition_penalty)
+    penalty = params.repetition_penalty
+    if seen is not None and penalty != 1.0:
+        penalized = torch.where(logits > 0, logits / penalty, logits * penalty)
+        logits = torch.where(seen, penalized, logits)
     if too_short is not None and end_token_ids is not None:
-        logits = forbid_tokens(logits, end_token_ids, too_short)
+        ends = torch.zeros(logits.size(1), dtype=torch.bool, device=logits.device)
+        ends.index_fill_(0, end_token_ids, True)  # an assignment would copy it from the host
+        logits = logits.masked_fill(too_short.unsqueeze(1) & ends, float("-inf"))
     finite = logits.amax(dim=1).isfinite()  # a NaN among logits is their maximum
     if uniforms is None:
         tokens = logits.argmax(dim=1)
     else:
         if params.temperature != 1.0:
             logits = logits / params.temperature
-        if params.top_k > 0:
-            logits = keep_top_k(logits, params.top_k)
+        if 0 < params.top_k < logits.size(1):  # ids that tie with the k-th stay
+            threshold = logits.topk(params.top_k, dim=1).values[:, -1:]
+            logits = logits.masked_fill(logits < threshold, float("-inf"))
         if params.top_p < 1.0:
             logits = keep_top_p(logits, params.top_p)
         tokens = invert_cdf(logits, uniforms)

@@ -12,11 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.tensor_parallel import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    gather_from_tensor_model_parallel_region,
-)
+from megatron.core import tensor_parallel
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.utils import is_layer_window_attention
 from nemo.utils import logging
@@ -66,11 +62,8 @@ class DecodingModel:
             if chunk.pre_process:
                 hidden = chunk.embedding(tokens, which.positions.expand(samples, -1))
             else:
-                shape, dtype = (
-                    (width, samples, chunk.config.hidden_size),
-                    chunk.config.pipeline_dtype,
-                )
-                hidden = torch.empty(shape, dtype=dtype, device=tokens.device)
+                config, shape = chunk.config, (width, samples, chunk.config.hidden_size)
+                hidden = torch.empty(shape, dtype=config.pipeline_dtype, device=tokens.device)
                 torch.distributed.recv(hidden, src=ranks[stage - 1], group=group)
             for layer in layers:
                 hidden = layer(hidden, rotate[layer.local], which)
@@ -84,7 +77,7 @@ class DecodingModel:
         assert self._output is not None
         if self._final_norm is not None:
             hidden = self._final_norm(hidden)
-        logits = gather_from_tensor_model_parallel_region(
+        logits = tensor_parallel.gather_from_tensor_model_parallel_region(
             self._output(hidden), group=self.split.tensor
         )
         return scaled_logits(logits[0, :, : self.vocab_size], self.chunks[-1].config).float()
@@ -114,25 +107,20 @@ class _Layer:
         self.mlp = _mlp(layer.mlp, group)
 
     def __call__(self, hidden: Tensor, rotate: "_Function | None", which: Pass) -> Tensor:
-        normed = self.input_norm(hidden)
-        mixed = self._queries_keys_values(normed)
-        if rotate is not None and self.rotated:
-            mixed = rotate(mixed)
-        hidden = hidden + self.projection(which.attend(mixed, self.how))
-        return hidden + self.mlp(normed if self.mlp_norm is None else self.mlp_norm(hidden))
-
-    def _queries_keys_values(self, hidden: Tensor) -> Tensor:
-        """Of each group its queries, its key, its value: `[s, b, ng, np / ng + 2, hn]`."""
-        attention = self.attention
+        normed, attention = self.input_norm(hidden), self.attention
         groups = attention.num_query_groups_per_partition
         heads = attention.num_attention_heads_per_partition // groups
         channels = attention.hidden_size_per_attention_head
-        mixed = self.qkv(hidden).view(*hidden.shape[:2], groups, heads + 2, channels)
+        # Of each group its queries, its key, its value: `[s, b, ng, np / ng + 2, hn]`.
+        mixed = self.qkv(normed).view(*normed.shape[:2], groups, heads + 2, channels)
         if attention.q_layernorm is not None:
             query, key, value = mixed.split([heads, 1, 1], dim=3)
             query, key = self.query_norm(query), self.key_norm(key)
             mixed = torch.cat([query, key, value], dim=3)
-        return mixed
+        if rotate is not None and self.rotated:
+            mixed = rotate(mixed)
+        hidden = hidden + self.projection(which.attend(mixed, self.how))
+        return hidden + self.mlp(normed if self.mlp_norm is None else self.mlp_norm(hidden))
 
 
 class _Rotation:
@@ -164,7 +152,6 @@ class _Rotation:
         """Cosine and signed sine `[width, np / ng + 2, channels]` in the model's dtype, for the
         queries and the key of a group; 1 and 0 for its value.
         """
-        assert self.embedding is not None
         angles, scale = self.embedding(width), 1.0
         if isinstance(angles, tuple):  # of YaRN
             angles, scale = angles
@@ -211,9 +198,9 @@ def _linear(module: Any, group: ProcessGroup) -> _Function:
 
 
 def _linear_without_end(module: Any, group: ProcessGroup) -> _Function:
-    if isinstance(module, ColumnParallelLinear):
+    if isinstance(module, tensor_parallel.ColumnParallelLinear):
         return _product(module.weight, module.bias)
-    if isinstance(module, RowParallelLinear):
+    if isinstance(module, tensor_parallel.RowParallelLinear):
         return _product(module.weight, module.bias, group)
     if not any(kind.__module__ == _ENGINE_LAYERS for kind in type(module).__mro__):
         return lambda x: _with_bias(*module.forward(x))
@@ -288,13 +275,11 @@ def _mlp(module: Any, group: ProcessGroup) -> _Function:
 
     def gated(x: Tensor) -> Tensor:
         gate, linear = first(x).chunk(2, dim=-1)
+        if config.bias_activation_fusion:  # as the kernel of training rounds
+            return second(activation(gate.float()).mul_(linear).to(x.dtype))
         return second(activation(gate).mul_(linear))
 
-    def gated_at_once(x: Tensor) -> Tensor:  # as the kernel of training rounds
-        gate, linear = first(x).chunk(2, dim=-1)
-        return second(activation(gate.float()).mul_(linear).to(x.dtype))
-
-    return gated_at_once if config.bias_activation_fusion else gated
+    return gated
 
 
 class StepGraphs:

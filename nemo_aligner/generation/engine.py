@@ -7,9 +7,11 @@ vocabulary.
 """
 
 import contextlib
+import functools
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -90,11 +92,10 @@ class MegatronGenerator:
         self.tokenizer = tokenizer
         self.vocab_size = tokenizer.vocab_size
         self.max_sequence_length = max_sequence_length
-        for module in unwrap_model(self.model):
-            if module.position_embedding_type == "learned_absolute":
-                longest = min(self.max_sequence_length, module.max_sequence_length)
-                self.max_sequence_length = longest
-        self._end_conditions: dict[tuple[str, ...], EndConditions] = {}
+        first = unwrap_model(self.model)[0]
+        if first.position_embedding_type == "learned_absolute":
+            self.max_sequence_length = min(max_sequence_length, first.max_sequence_length)
+        self.end_conditions = functools.cache(partial(EndConditions, tokenizer))
 
     @torch.no_grad()
     def generate(
@@ -211,22 +212,18 @@ class MegatronGenerator:
     def _dividing_ranks(self) -> int:
         return math.prod(map(torch.distributed.get_world_size, self.split.dividing))
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return unwrap_model(self.model)[0].config.params_dtype
-
     def slots_within(self, memory: float) -> int:
         """Most samples, however long, with `memory` bytes on each rank for the cache. All ranks
         that generate together call it.
         """
         config, split = unwrap_model(self.model)[0].config, self.split
-        layers = config.num_layers // split.pipeline_ranks
-        if split.pipeline_ranks == parallel_state.get_pipeline_model_parallel_world_size():
+        layers, stages = config.num_layers // split.pipeline.size(), split.pipeline.size()
+        if stages == parallel_state.get_pipeline_model_parallel_world_size():
             layers = sum(len(chunk.decoder.layers) for chunk in unwrap_model(self.model))
         layers = largest(layers, split.copy)  # stages may have unequal numbers of them
-        groups = config.num_query_groups // split.tensor_ranks
+        groups = config.num_query_groups // split.tensor.size()
         numbers = 2 * layers * groups * config.kv_channels * self.max_sequence_length
-        slots = max(1, int(memory // (numbers * self.dtype.itemsize)))
+        slots = max(1, int(memory // (numbers * config.params_dtype.itemsize)))
         sharing = 1 if split.joined is None else torch.distributed.get_world_size(split.joined)
         return max(1, slots * self._dividing_ranks() // sharing)
 
@@ -237,8 +234,7 @@ class MegatronGenerator:
         adapters = (getattr(module, "lora", None) for module in modules)
         obstacles = {
             "there is no GPU": get_device().type == "cpu",
-            "several ranks hold the weights": torch.distributed.get_world_size(self.split.copy)
-            > 1,
+            "several ranks hold the weights": self.split.copy.size() > 1,
             "the model has experts": config.num_moe_experts,
             "adapters are not merged (model.peft.merge_for_generation)": any(
                 adapter is not None and not adapter.merged for adapter in adapters
@@ -254,12 +250,6 @@ class MegatronGenerator:
             reason = f": {obstacle}" if obstacle else ""
             logging.info(f"decoding steps run {'as CUDA graphs' if wanted else 'eagerly'}{reason}")
         return StepGraphs(wanted, required=self.cuda_graphs is True)
-
-    def end_conditions_of(self, params: GenerationParams) -> EndConditions:
-        strings, known = params.end_strings, self._end_conditions
-        if strings not in known:
-            known[strings] = EndConditions(self.tokenizer, strings)
-        return known[strings]
 
     def _checked(self, inputs: Prompts) -> Prompts:
         prompts, lengths, *_ = inputs
@@ -303,31 +293,30 @@ class MegatronGenerator:
         )
 
 
+@dataclass(eq=False)
 class _Decoding:
-    def __init__(
-        self,
-        generator: MegatronGenerator,
-        model: DecodingModel,
-        prompts: Iterator[Prompts],
-        params: GenerationParams,
-        slots: int,
-        environment: Environment | None = None,
-        on_tokens: OnTokens | None = None,
-    ) -> None:
-        self.generator, self.model = generator, model
+    generator: MegatronGenerator
+    model: DecodingModel
+    prompts: Iterator[Prompts]
+    params: GenerationParams
+    slots: int
+    environment: Environment | None = None
+    on_tokens: OnTokens | None = None
+
+    def __post_init__(self) -> None:
+        generator, params = self.generator, self.params
         self.longest = generator.max_sequence_length
         self.copy = generator.split.copy
-        self.params, self.queue = params, _numbered(prompts, params.max_length, self.longest)
-        self.environment, self.on_tokens = environment, on_tokens
-        self.cache = model.new_cache(slots)
+        self.queue = _numbered(self.prompts, params.max_length, self.longest)
+        self.cache = self.model.new_cache(self.slots)
         self.batch = DecodingBatch(
-            slots,
+            self.slots,
             params,
-            generator.end_conditions_of(params),
+            generator.end_conditions(params.end_strings),
             generator.vocab_size,
             get_device(),
-            LOOK_EVERY[get_device().type] if on_tokens is None else 1,
-            1 if environment is None else environment.max_turns,
+            LOOK_EVERY[get_device().type] if self.on_tokens is None else 1,
+            1 if self.environment is None else self.environment.max_turns,
         )
         self.graphs = generator.step_graphs()
         self.conversations: dict[int, Conversation] = {}
@@ -372,12 +361,12 @@ class _Decoding:
         while len(batch.waiting) < wanted and (samples := next(self.queue, None)) is not None:
             batch.waiting.extend(samples)
         admit = wanted >= min(batch.slots * ADMITTED_AT, len(batch.waiting))
-        refill = batch.refill(done, admit)
+        moves, fresh, shared = batch.refill(done, admit)
         self._reserve()
-        cache.copy(refill.moves, batch.longest())
+        cache.copy(moves, batch.longest())
         # All tokens but the last one.
-        self._feed([(slot, 0, len(batch.in_slots[slot].ids) - 1) for slot in refill.prefill])
-        cache.copy(refill.shared, batch.longest())
+        self._feed([(slot, 0, len(batch.in_slots[slot].ids) - 1) for slot in fresh])
+        cache.copy(shared, batch.longest())
 
     def _feed(self, pieces: list[tuple[int, int, int]]) -> None:
         """Feed each (slot, first position, position beyond the last)."""
@@ -407,8 +396,18 @@ class _Decoding:
         def step() -> Tensor:
             which = DecodingPass(cache, batch.positions[:rows], width)
             hidden = self.model.forward(batch.fed[:rows].unsqueeze(1), which)
-            chosen = None if hidden is None else batch.choose(self.model.logits(hidden))
-            tokens, logprobs = self._broadcast_choice(chosen, rows)
+            if hidden is not None:
+                tokens, logprobs = batch.choose(self.model.logits(hidden))
+            else:
+                tokens, logprobs = torch.empty_like(batch.fed[:rows]), None
+                if self.params.return_logprobs:
+                    logprobs = torch.empty_like(tokens, dtype=torch.float32)
+            ranks = torch.distributed.get_process_group_ranks(self.copy)
+            if len(ranks) > 1:
+                source = ranks[-self.generator.split.tensor.size()]  # the last stage's first rank
+                torch.distributed.broadcast(tokens, src=source, group=self.copy)
+                if logprobs is not None:
+                    torch.distributed.broadcast(logprobs, src=source, group=self.copy)
             batch.append(tokens, logprobs)
             return tokens
 
@@ -416,25 +415,6 @@ class _Decoding:
         if self.on_tokens is not None:
             numbers = torch.tensor([each.sample.number for each in batch.in_slots])
             self.on_tokens(numbers, tokens)
-
-    def _broadcast_choice(
-        self, chosen: tuple[Tensor, Tensor | None] | None, rows: int
-    ) -> tuple[Tensor, Tensor | None]:
-        """Send what the first rank of the last stage chose (None on others) to all of the copy."""
-        if chosen is None:
-            device, logprobs = self.batch.device, None
-            tokens = torch.empty(rows, dtype=torch.int64, device=device)
-            if self.params.return_logprobs:
-                logprobs = torch.empty(rows, dtype=torch.float32, device=device)
-        else:
-            tokens, logprobs = chosen
-        ranks = torch.distributed.get_process_group_ranks(self.copy)
-        if len(ranks) > 1:
-            source = ranks[-self.generator.split.tensor_ranks]
-            torch.distributed.broadcast(tokens, src=source, group=self.copy)
-            if logprobs is not None:
-                torch.distributed.broadcast(logprobs, src=source, group=self.copy)
-        return tokens, logprobs
 
     def _ask(self, environment: Environment, ended: list[tuple[int, bool]]) -> None:
         for slot, is_end in ended:

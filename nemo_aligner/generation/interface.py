@@ -253,20 +253,20 @@ class EndConditions:
     def _decode(self, ids: list[int]) -> str:
         return self.tokenizer.ids_to_text(ids, **self._decode_options)
 
-    def _candidate(self, token: int) -> bool:
+    def at_end(self, ids: Sequence[int], first: int = 0) -> bool:
+        """Whether the response from `first` on in the sample `ids` ends with its last token."""
+        token = ids[-1]
+        if token in self._ends:
+            return True
+        if not (self.strings and 0 <= token < self.vocab_size):
+            return False
         if token not in self._may_end:
             # Alone, half a character decodes to U+FFFD and some tokens to nothing.
             last = self._decode([token]).rstrip()[-1:]
             self._may_end[token] = last in ("", "\ufffd") or any(
                 s.rstrip()[-1:] in ("", last) for s in self.strings
             )
-        return self._may_end[token]
-
-    def at_end(self, ids: Sequence[int], first: int = 0) -> bool:
-        """Whether the response from `first` on in the sample `ids` ends with its last token."""
-        if ids[-1] in self._ends:
-            return True
-        if not (self.strings and 0 <= ids[-1] < self.vocab_size and self._candidate(ids[-1])):
+        if not self._may_end[token]:
             return False
         return self._decode(list(ids[max(first, len(ids) - self._tail) :])).endswith(self.strings)
 

@@ -17,13 +17,7 @@ from torch.distributed import ProcessGroup
 
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.generation.interface import GenerationOutput, Prompts
-from nemo_aligner.parallel import parallel_state
-from nemo_aligner.parallel.collectives import (
-    checksum_of_shard,
-    gathered,
-    largest,
-    rebalance_nd_tensor,
-)
+from nemo_aligner.parallel import collectives, parallel_state
 from nemo_aligner.parallel.device import get_device
 
 
@@ -40,14 +34,6 @@ class Split:
     joined: ProcessGroup | None
     # gives the chunks to decode with, from those of training; all ranks of the copy call it
     weights: Callable[[Sequence[Any]], Sequence[Any]]
-
-    @property
-    def tensor_ranks(self) -> int:
-        return torch.distributed.get_world_size(self.tensor)
-
-    @property
-    def pipeline_ranks(self) -> int:
-        return torch.distributed.get_world_size(self.pipeline)
 
 
 def training_split() -> Split:
@@ -68,7 +54,7 @@ def regrouped(tp: int, pp: int, weights: Callable[[Split, Sequence[Any]], Sequen
         parallel_state.get_tensor_and_pipeline_parallel_group()
     )
     place = parallel_state.get_context_parallel_rank(), parallel_state.get_data_parallel_rank()
-    policies = [ranks for _, ranks in sorted(set(gathered((place, tuple(own)))))]
+    policies = [ranks for _, ranks in sorted(set(collectives.gathered((place, tuple(own)))))]
     together = max(tp * pp // len(own), 1)  # policies whose samples are joined
     groups: dict[str, Any] = {}
     for first in range(0, len(policies), together):
@@ -144,7 +130,7 @@ def until_all_end(batches: Iterator[Prompts], group: Any) -> Iterator[Prompts]:
     empty = prompts, none[:, 0], none[:, 0]
     while True:
         batch = next(batches, None)
-        if not largest(int(batch is not None), group):
+        if not collectives.largest(int(batch is not None), group):
             return
         yield empty if batch is None else batch
 
@@ -190,7 +176,7 @@ def divide(decode: _Decode, group: Any, pad_id: int, *inputs: Tensor) -> Generat
     def gather(name: str, tensor: Tensor) -> Tensor:
         if tensor.dim() > 1:
             tensor = torch.nn.functional.pad(tensor, (0, pad), value=padding.get(name, 0.0))
-        return rebalance_nd_tensor(tensor[: len(own)], group)
+        return collectives.rebalance_nd_tensor(tensor[: len(own)], group)
 
     return outputs[0].each(gather)
 
@@ -202,7 +188,7 @@ def _of_all_ranks(function: Callable[[], T], kind: type[Exception], group: Any) 
         result = function()
     except kind as failure:
         error = failure
-    found = gathered((None if error is None else str(error), result), group)
+    found = collectives.gathered((None if error is None else str(error), result), group)
     messages = [message for message, _ in found if message is not None]
     if messages:
         raise error or kind(messages[0])
@@ -270,7 +256,7 @@ def reshard(split: Split, chunks: Sequence[Any], build: Callable[[Split], Any]) 
     assert training is not None
     rank, ranks = training.rank(), training.size()
     # Of other stages alone, where each rank needs the shares of its own place.
-    keeps_shares = split.tensor_ranks == ranks
+    keeps_shares = split.tensor.size() == ranks
     group = (
         parallel_state.get_pipeline_model_parallel_group()
         if keeps_shares
@@ -292,10 +278,19 @@ def reshard(split: Split, chunks: Sequence[Any], build: Callable[[Split], Any]) 
             continue
         if cut is not None:
             whole = [torch.cat(part, cut) for part in zip(*(p.chunk(parts, cut) for p in pieces))]
-            own = (part.chunk(split.tensor_ranks, cut)[split.tensor.rank()] for part in whole)
+            own = (part.chunk(split.tensor.size(), cut)[split.tensor.rank()] for part in whole)
             pieces = [torch.cat([*own], cut)]
         target[name].data = pieces[0]
-    _check(_checksums(source, forms, training), _checksums(target, forms, split.tensor))
+    sums = _checksums(source, forms, training), _checksums(target, forms, split.tensor)
+    everywhere = collectives.gathered(sums)
+    trained = {weight for before, _ in everywhere for weight in before.items()}
+    for rank, (_, after) in enumerate(everywhere):
+        for name, value in after.items():
+            if (name, value) not in trained:
+                raise RuntimeError(
+                    f"{name} of rank {rank} has other bits after it was moved for generation; set "
+                    "generation.reshard=none and check the network."
+                )
     return model
 
 
@@ -316,7 +311,7 @@ def _found(
         )
         for name, tensor in source.items()
     }
-    found = gathered((rank, mine, needed), group)
+    found = collectives.gathered((rank, mine, needed), group)
     wanted = set().union(*(names for _, _, names in found))
     forms: dict[str, _Form] = {}
     holders: dict[tuple[str, int], int] = {}
@@ -336,25 +331,12 @@ def _checksums(weights: _Weights, forms: dict[str, _Form], group: ProcessGroup) 
     own, shared = {}, {}
     for name, (dim, parts, *_) in forms.items():
         if name in weights and dim is None:
-            own[name] = checksum_of_shard(weights[name])
+            own[name] = collectives.checksum_of_shard(weights[name])
         elif name in weights:
             place = group.rank(), group.size()
-            shared[name] = checksum_of_shard(weights[name], dim, parts, *place)
+            shared[name] = collectives.checksum_of_shard(weights[name], dim, parts, *place)
     if shared:
         total = torch.stack(list(shared.values()))
         torch.distributed.all_reduce(total, group=group)
         shared = dict(zip(shared, total, strict=True))
     return {name: int(value) for name, value in (own | shared).items()}
-
-
-def _check(source: dict[str, int], target: dict[str, int]) -> None:
-    """Compare the checksums; every rank of the job calls it."""
-    everywhere = gathered((source, target))
-    trained = {weight for sums, _ in everywhere for weight in sums.items()}
-    for rank, (_, sums) in enumerate(everywhere):
-        for name, value in sums.items():
-            if (name, value) not in trained:
-                raise RuntimeError(
-                    f"{name} of rank {rank} has other bits after it was moved for generation; set "
-                    "generation.reshard=none and check the network."
-                )

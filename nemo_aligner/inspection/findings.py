@@ -6,7 +6,7 @@ should know of it, such as lengths, what is dropped or cut and why, and duplicat
 
 import itertools
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -80,28 +80,19 @@ def open_job(
 
 def _build(job: str, cfg: DictConfig, tokenizer: Any) -> FileDataset:
     """The training set of a job; see its script."""
-    data, records = cfg.data, JOBS[SFT if job == STEERLM2 else job].records
+    data = cfg.data
     if job == STEERLM2:
         return build_steerlm2_dataset(
             data.train_ds, tokenizer, special_tokens=data.chat_prompt_tokens
         )
-    if records == "example":
-        dataset = build_sft_dataset(
-            data.train_ds,
-            tokenizer,
-            # Of another job it may be the checkpoint's.
-            answer_only_loss="model.answer_only_loss" not in JOBS[job].keys
-            or cfg.answer_only_loss,
-            data=data,
-        )
-        if isinstance(dataset, PackedDataset):  # shown as the samples that the packs are made of
-            return dataset.dataset
-        return dataset
-    build = datasets_of_job(job, cfg)
-    dataset, *_others = build_configured_datasets(
-        OmegaConf.create({"model": cfg}), build, tokenizer
-    )
-    return dataset
+    if JOBS[job].records != "example":
+        whole, build = OmegaConf.create({"model": cfg}), datasets_of_job(job, cfg)
+        return build_configured_datasets(whole, build, tokenizer)[0]
+    # Of another job it may be the checkpoint's.
+    answer_only = "model.answer_only_loss" not in JOBS[job].keys or cfg.answer_only_loss
+    dataset = build_sft_dataset(data.train_ds, tokenizer, answer_only_loss=answer_only, data=data)
+    # Packs are shown as the samples that they are made of.
+    return dataset.dataset if isinstance(dataset, PackedDataset) else dataset
 
 
 def _guess(file: str) -> tuple[str, list[str]]:
@@ -159,12 +150,10 @@ def read_samples(job: InspectedJob, count: int) -> list[Sample]:
 
 
 def read_sample(job: InspectedJob, index: int) -> Sample:
-    dataset, padding = job.dataset, job.cfg.get("pad_token_id")
+    dataset, item = job.dataset, job.dataset[index]
     document = int(dataset.documents[index])
-    item = dataset[index]
-    return Sample(
-        document, place(dataset, document), dataset.parts(item, padding), dataset.note(item)
-    )
+    parts = dataset.parts(item, job.cfg.get("pad_token_id"))
+    return Sample(document, place(dataset, document), parts, dataset.note(item))
 
 
 def place(dataset: FileDataset, document: int) -> str:
@@ -218,30 +207,36 @@ def look(job: InspectedJob, limit: int) -> tuple[np.ndarray, list[Finding]]:
             for number in np.flatnonzero(chosen)
         ]
         found.append((text, places))
-    usable = dataset.in_use()
-    usable = usable[:limit] if limit else usable
     lengths, first_places = [], dict[int, str]()
-    empty: list[str] = []
-    twice: list[str] = []
-    marked: list[str] = []
-    is_empty, holds_special = _empty_response(job), _written(job)
-    for index in usable:
+    empty, twice, marked = list[str](), list[str](), list[str]()
+    form, special = dataset.form_of(dataset.lines[0]), special_ids(job.tokenizer)
+    ends = () if form is None else form.end_strings
+    inner: Any = getattr(job.tokenizer, "tokenizer", None)
+    control: set[str] = set()
+    if hasattr(inner, "get_added_vocab"):
+        control = {*inner.all_special_tokens, *inner.get_added_vocab()}
+    for index in dataset.in_use()[: limit or None]:
         sample = read_sample(job, int(index))
         lengths.append(max(len(part.tokens) for part in sample.parts))
         key = tuple(tuple(part.tokens) for part in sample.parts)
         first = first_places.setdefault(hash(key), sample.place)
         if first != sample.place:
             twice.append(f"{sample.place} (as {first})")
-        if is_empty(sample):
+        if _empty_response(job, sample, special, ends):
             empty.append(sample.place)
-        if holds_special(sample):
+        if control and any(token in text for text in _messages(job, sample) for token in control):
             marked.append(sample.place)
     found += [
         ("with an empty response", empty),
         (f"there more than once{dataset.alike}", twice),
         ("with a special token in what somebody wrote; the model cannot tell it apart", marked),
-        *_records(dataset),
+        (f"with {dataset.others_are}", dataset.unread_columns()),
     ]
+    text, numbers = "with an empty prompt", np.flatnonzero(dataset.lines.extra)
+    if hasattr(dataset, "unlike"):
+        text = "pairs of texts that share no beginning of their own, so no prompt"
+        numbers = dataset.unlike
+    found.append((text, [place(dataset, int(number)) for number in numbers]))
     return np.array(lengths, dtype=np.int64), [(text, places) for text, places in found if places]
 
 
@@ -254,66 +249,40 @@ def histogram(lengths: np.ndarray) -> list[tuple[int, int, int]]:
     return [(n, n + width - 1, int(count)) for n, count in zip(starts, counts, strict=True)]
 
 
-def _records(dataset: Any) -> list[Finding]:
-    """What the dataset found in the records beside their lengths."""
-    text, numbers = "with an empty prompt", np.flatnonzero(dataset.lines.extra)
-    if hasattr(dataset, "unlike"):
-        text = "pairs of texts that share no beginning of their own, so no prompt"
-        numbers = dataset.unlike
-    places = [place(dataset, int(number)) for number in numbers]
-    return [(f"with {dataset.others_are}", dataset.unread_columns()), (text, places)]
-
-
-def _empty_response(job: InspectedJob) -> Callable[[Sample], bool]:
+def _empty_response(
+    job: InspectedJob, sample: Sample, special: Collection[int], ends: Sequence[str]
+) -> bool:
     """Whether a sample has a response without text."""
     dataset: Any = job.dataset
-    tokenizer = job.tokenizer
-    special = special_ids(tokenizer)
-    form = dataset.form_of(dataset.lines[0])
-    ends = () if form is None else form.end_strings
-
-    def blank(tokens: list[int]) -> bool:
-        own = [token for token in tokens if token not in special]
-        text = decode_with_special_tokens(tokenizer, own)
+    if any(part.scored for part in sample.parts):  # no response is told from its prompt
+        if not (hasattr(dataset, "as_pair") and dataset.pair_in_line):
+            return False
+        pair = dataset.as_pair(dataset.lines[sample.document])
+        last = [v if isinstance(v, str) else v[-1] for v in (pair["chosen"], pair["rejected"])]
+        texts = [v if isinstance(v, str) else v.get("content", v.get("value")) for v in last]
+        return not all(str(text).strip() for text in texts)
+    turns = (  # one by one: one of them may be empty
+        [token for token, _marked in turn if token not in special]
+        for part in sample.parts
+        if part.name != "prompt"
+        for marked, turn in itertools.groupby(
+            zip(part.tokens, part.marked, strict=True), operator.itemgetter(1)
+        )
+        if marked
+    )
+    for tokens in turns:
+        text = decode_with_special_tokens(job.tokenizer, tokens)
         for end in ends:
             text = text.replace(end, "")
-        return not text.strip()
-
-    def is_empty(sample: Sample) -> bool:
-        if any(part.scored for part in sample.parts):  # no response is told from its prompt
-            if not (hasattr(dataset, "as_pair") and dataset.pair_in_line):
-                return False
-            pair = dataset.as_pair(dataset.lines[sample.document])
-            last = [v if isinstance(v, str) else v[-1] for v in (pair["chosen"], pair["rejected"])]
-            texts = [v if isinstance(v, str) else v.get("content", v.get("value")) for v in last]
-            return not all(str(text).strip() for text in texts)
-        return any(  # for the turns one by one: one of them may be empty
-            marked and blank([token for token, _marked in turn])
-            for part in sample.parts
-            if part.name != "prompt"
-            for marked, turn in itertools.groupby(
-                zip(part.tokens, part.marked, strict=True), operator.itemgetter(1)
-            )
-        )
-
-    return is_empty
+        if not text.strip():
+            return True
+    return False
 
 
-def _written(job: InspectedJob) -> Callable[[Sample], bool]:
-    """Whether the messages of a sample's conversation hold a special token."""
+def _messages(job: InspectedJob, sample: Sample) -> Iterator[str]:
+    """The texts of a sample's conversation."""
     dataset, lines = job.dataset, job.dataset.lines_per_document
-    inner: Any = getattr(job.tokenizer, "tokenizer", None)
-    if not hasattr(inner, "get_added_vocab"):
-        return lambda sample: False
-    control = {*inner.all_special_tokens, *inner.get_added_vocab()}
-
-    def holds_special(sample: Sample) -> bool:
-        return any(
-            token in message["content"]
-            for record in (dataset.lines[sample.document * lines + n] for n in range(lines))
-            if dataset.form_of(record) is not None
-            for message in dataset.messages(record)
-            for token in control
-        )
-
-    return holds_special
+    for number in range(sample.document * lines, (sample.document + 1) * lines):
+        record = dataset.lines[number]
+        if dataset.form_of(record) is not None:
+            yield from (message["content"] for message in dataset.messages(record))

@@ -53,9 +53,15 @@ def show(
             lines += [plain(f"{part.name} ({len(part.tokens)} tokens{marked})"), text]
         blocks.append("\n".join(lines))
     if len(lengths):
-        blocks.append("\n".join([plain(length_text(job, lengths)), *_bars(lengths)]))
-    most = MOST_PLACES if write is in_html else EXAMPLES
-    found = [plain(finding_text(*finding, most)) for finding in findings]
+        low, middle, high, top = np.quantile(lengths, [0, 0.5, 0.95, 1], method="higher")
+        text = f"shortest {low:g}, median {middle:g}, 95% up to {high:g}, longest {top:g}"
+        text = plain(f"lengths in tokens: {text}; {job.dataset.limit()}")
+        blocks.append("\n".join([text, *bars(lengths)]))
+    most, found = MOST_PLACES if write is in_html else EXAMPLES, []
+    for text, places in findings:
+        more = [f"and {len(places) - most} more"] if len(places) > most else []
+        lines = [f"{len(places)} {text}:", *places[:most], *more]
+        found.append(plain("\n    ".join(lines)))
     blocks.append("\n".join(found) or "Nothing to report.")
     return "\n\n".join(blocks)
 
@@ -112,23 +118,7 @@ def _beginning(job: InspectedJob) -> str:
     return f" Texts begin with the bos token {text!r}, {reason}."
 
 
-def finding_text(text: str, places: Sequence[str], most: int) -> str:
-    """A finding with its first places."""
-    more = len(places) - most
-    lines = [*places[:most], *([f"and {more} more"] if more > 0 else [])]
-    return f"{len(places)} {text}:" + "".join(f"\n    {line}" for line in lines)
-
-
-def length_text(job: InspectedJob, lengths: np.ndarray) -> str:
-    """Quantiles of the lengths, and the limit."""
-    low, middle, high, top = np.quantile(lengths, [0, 0.5, 0.95, 1], method="higher")
-    return (
-        f"lengths in tokens: shortest {low:g}, median {middle:g}, 95% up to {high:g}, longest "
-        f"{top:g}; {job.dataset.limit()}"
-    )
-
-
-def _bars(lengths: np.ndarray) -> list[str]:
+def bars(lengths: np.ndarray) -> list[str]:
     """How many samples there are of each length."""
     bins = histogram(lengths)
     most = max(count for _, _, count in bins)

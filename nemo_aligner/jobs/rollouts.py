@@ -52,8 +52,7 @@ def train_ppo(cfg: DictConfig) -> None:
     """
     with long_imports():
         from nemo_aligner.algorithms.ppo import PPOTrainer
-        from nemo_aligner.launch import rollout_job
-        from nemo_aligner.launch.experiment import start_with_model
+        from nemo_aligner.launch import experiment, rollout_job
         from nemo_aligner.models.nlp.gpt.megatron_gpt_policy import MegatronGPTActorModel
         from nemo_aligner.servers.critic_client import RemoteGPTRMCriticClient
         from nemo_aligner.servers.scoring_clients import RewardsInPlaceOfCritic
@@ -63,7 +62,7 @@ def train_ppo(cfg: DictConfig) -> None:
         rollout_job.own_function(settings[key], f"trainer.ppo.{key}", parameters)
         for key, parameters in OWN_FUNCTIONS.items()
     )
-    job, model = start_with_model(cfg, MegatronGPTActorModel)
+    job, model = experiment.start_with_model(cfg, MegatronGPTActorModel)
     model.surrogate_of = own_loss
     ppo = cfg.model.ppo  # complete now
     if settings.initial_policy_kl_penalty > 0 or ppo.kl_loss_coef > 0:
@@ -107,15 +106,14 @@ def train_reinforce(cfg: DictConfig) -> None:
     """
     with long_imports():
         from nemo_aligner.algorithms.reinforce import ReinforceTrainer
-        from nemo_aligner.launch.experiment import start_with_model
-        from nemo_aligner.launch.rollout_job import train_on_rollouts
+        from nemo_aligner.launch import experiment, rollout_job
         from nemo_aligner.models.nlp.gpt.megatron_gpt_policy import MegatronGPTReinforceActorModel
 
-    job, model = start_with_model(cfg, MegatronGPTReinforceActorModel)
+    job, model = experiment.start_with_model(cfg, MegatronGPTReinforceActorModel)
     if cfg.trainer.reinforce.initial_policy_kl_penalty > 0:
         # Before a checkpoint is resumed: the reference stays the model that the job started from.
         model.set_reference_policy()
-    train_on_rollouts(cfg, job, model, ReinforceTrainer)
+    rollout_job.train_on_rollouts(cfg, job, model, ReinforceTrainer)
 
 
 @job_main("gpt_rs_actor", jobs=lambda cfg: 1 + reward_servers(cfg, "rs"))
@@ -131,11 +129,10 @@ def train_rs(cfg: DictConfig) -> None:
     """
     with long_imports():
         from nemo_aligner.algorithms.rs import RSTrainer
-        from nemo_aligner.launch.experiment import start_with_model
-        from nemo_aligner.launch.rollout_job import train_on_rollouts
+        from nemo_aligner.launch import experiment, rollout_job
         from nemo_aligner.models.nlp.gpt.megatron_gpt_policy import MegatronGPTRSModel
 
-    job, model = start_with_model(cfg, MegatronGPTRSModel)
+    job, model = experiment.start_with_model(cfg, MegatronGPTRSModel)
 
     def build_trainer(
         train_dataloader_builder: Any,
@@ -154,4 +151,4 @@ def train_rs(cfg: DictConfig) -> None:
             **common,
         )
 
-    train_on_rollouts(cfg, job, model, build_trainer)
+    rollout_job.train_on_rollouts(cfg, job, model, build_trainer)

@@ -10,7 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 from nemo_aligner.config import server_rules
 from nemo_aligner.config.defaults import complete
 from nemo_aligner.config.jobs.supervised import reward_model_type
-from nemo_aligner.config.values import plain_dict
+from nemo_aligner.config.values import Values, plain_dict
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.launch.job_entry import job_main
 from nemo_aligner.launch.start_up import long_imports
@@ -97,7 +97,10 @@ def _serve_model(cfg: DictConfig) -> None:
     per_token = per != "response"
     if per_token:
         server_rules.check_one_reward_per_sample(cfg.model)
-        server_rules.check_scores_of_tokens(cfg.model)
+        Values({"model": cfg.model}).refuse(
+            """model.use_avg_pool | : this reward model scores the mean over all tokens, not single
+            ones; set inference.rewards_per=response"""
+        )
         cfg.model.output_sequence = True
     trainer = start_processes(cfg, "inference_rm")
     model = load_reward_model(cfg.model, trainer, source, "rm_model_file")
@@ -201,12 +204,10 @@ def serve_teacher(cfg: DictConfig) -> None:
     with long_imports():
         from nemo_aligner.algorithms.reward_server import TeacherServer
         from nemo_aligner.launch.experiment import start_with_teacher
-        from nemo_aligner.models.nlp.gpt.megatron_gpt_knowledge_distillation import (
-            TopKTeacherModel,
-        )
+        from nemo_aligner.models.nlp.gpt import megatron_gpt_knowledge_distillation as models
         from nemo_aligner.servers.requests import no_sentences
 
-    model = start_with_teacher(cfg, "inference_teacher", TopKTeacherModel)
+    model = start_with_teacher(cfg, "inference_teacher", models.TopKTeacherModel)
     model.set_eval()
     top_k, options = cfg.inference.top_k, _options(cfg, model)
     if options["vocab_size"] is not None and top_k > options["vocab_size"]:

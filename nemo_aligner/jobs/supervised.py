@@ -35,15 +35,14 @@ def train_sft(cfg: DictConfig) -> None:
     architecture must be given.
     """
     with long_imports():
-        from nemo_aligner.launch.experiment import start_with_model
-        from nemo_aligner.launch.supervised_job import build_sft_dataloaders, train_supervised
+        from nemo_aligner.launch import experiment, supervised_job
         from nemo_aligner.models.nlp.gpt.gpt_sft_model import GPTSFTModel
 
-    job, model = start_with_model(cfg, GPTSFTModel)
-    loaders = build_sft_dataloaders(
+    job, model = experiment.start_with_model(cfg, GPTSFTModel)
+    loaders = supervised_job.build_sft_dataloaders(
         cfg, model.tokenizer, answer_only_loss=cfg.model.answer_only_loss
     )
-    train_supervised(cfg, job, model, loaders)
+    supervised_job.train_supervised(cfg, job, model, loaders)
 
 
 @job_main("gpt_sft", check=lambda cfg: supervised.check_steerlm2(Values(resolved(cfg))))
@@ -60,16 +59,15 @@ def train_steerlm2(cfg: DictConfig) -> None:
     """
     with long_imports():
         from nemo_aligner.data.nlp.steerlm import build_steerlm2_dataset
-        from nemo_aligner.launch.experiment import start_with_model
-        from nemo_aligner.launch.supervised_job import build_sft_dataloaders, train_supervised
+        from nemo_aligner.launch import experiment, supervised_job
         from nemo_aligner.models.nlp.gpt.gpt_sft_model import GPTSteerLMModel
 
-    job, model = start_with_model(cfg, GPTSteerLMModel)
+    job, model = experiment.start_with_model(cfg, GPTSteerLMModel)
     build = partial(build_steerlm2_dataset, special_tokens=cfg.model.data.chat_prompt_tokens)
-    loaders = build_sft_dataloaders(cfg, model.tokenizer, build)
+    loaders = supervised_job.build_sft_dataloaders(cfg, model.tokenizer, build)
     train: Any = loaders.train.dataset
     model.check_responses(train.num_responses)
-    train_supervised(cfg, job, model, loaders)
+    supervised_job.train_supervised(cfg, job, model, loaders)
 
 
 @job_main("gpt_spin")
@@ -87,14 +85,13 @@ def train_spin(cfg: DictConfig) -> None:
     """
     with long_imports():
         from nemo_aligner.algorithms.spin import SPINTrainer, spin_custom_collate
-        from nemo_aligner.launch.experiment import start_with_model
-        from nemo_aligner.launch.supervised_job import build_sft_dataloaders, train_supervised
+        from nemo_aligner.launch import experiment, supervised_job
         from nemo_aligner.models.nlp.gpt.megatron_gpt_dpo_model import MegatronGPTSPINModel
 
-    job, model = start_with_model(cfg, MegatronGPTSPINModel)
+    job, model = experiment.start_with_model(cfg, MegatronGPTSPINModel)
     collate_fn = partial(spin_custom_collate, eos_id=model.tokenizer.eos_id)
-    loaders = build_sft_dataloaders(cfg, model.tokenizer, collate_fn=collate_fn)
-    train_supervised(cfg, job, model, loaders, SPINTrainer)
+    loaders = supervised_job.build_sft_dataloaders(cfg, model.tokenizer, collate_fn=collate_fn)
+    supervised_job.train_supervised(cfg, job, model, loaders, SPINTrainer)
 
 
 @job_main("gpt_dpo")
@@ -151,28 +148,21 @@ def train_distill(cfg: DictConfig) -> None:
     """
     with long_imports():
         from nemo_aligner.algorithms.distillation import OnPolicyDistillationTrainer
-        from nemo_aligner.launch.experiment import start_with_model
-        from nemo_aligner.launch.supervised_job import (
-            build_dataloaders,
-            datasets_of_job,
-            train_supervised,
-        )
-        from nemo_aligner.models.nlp.gpt.megatron_gpt_knowledge_distillation import (
-            GPTKnowledgeDistillationModel,
-        )
+        from nemo_aligner.launch import experiment, supervised_job
+        from nemo_aligner.models.nlp.gpt import megatron_gpt_knowledge_distillation as models
         from nemo_aligner.servers.teachers import RemoteTeacherClient
 
-    job, model = start_with_model(cfg, GPTKnowledgeDistillationModel)
+    job, model = experiment.start_with_model(cfg, models.GPTKnowledgeDistillationModel)
     fraction = cfg.model.knowledge_distillation.on_policy.fraction
-    build_datasets = datasets_of_job("gpt_knowledge_distillation", cfg.model)
-    loaders = build_dataloaders(cfg, build_datasets, model.tokenizer)
+    build_datasets = supervised_job.datasets_of_job("gpt_knowledge_distillation", cfg.model)
+    loaders = supervised_job.build_dataloaders(cfg, build_datasets, model.tokenizer)
     if fraction is None:
-        train_supervised(cfg, job, model, loaders)
+        supervised_job.train_supervised(cfg, job, model, loaders)
         return
     length = cfg.model.encoder_seq_length
     with closing(RemoteTeacherClient(cfg.remote_teacher, model.tokenizer, length)) as teacher:
         trainer_class = partial(OnPolicyDistillationTrainer, teacher=teacher, fraction=fraction)
-        train_supervised(cfg, job, model, loaders, trainer_class)
+        supervised_job.train_supervised(cfg, job, model, loaders, trainer_class)
 
 
 @job_main("compute_topk_logits")
@@ -192,11 +182,9 @@ def logits(cfg: DictConfig) -> None:
         from nemo_aligner.algorithms.distillation import write_topk_logits
         from nemo_aligner.data.nlp.sft import build_sft_dataset
         from nemo_aligner.launch.experiment import fix_chat_date, start_with_teacher
-        from nemo_aligner.models.nlp.gpt.megatron_gpt_knowledge_distillation import (
-            TopKTeacherModel,
-        )
+        from nemo_aligner.models.nlp.gpt import megatron_gpt_knowledge_distillation as models
 
-    model = start_with_teacher(cfg, "compute_topk_logits", TopKTeacherModel)
+    model = start_with_teacher(cfg, "compute_topk_logits", models.TopKTeacherModel)
     fix_chat_date(cfg.data, None)
     dataset = build_sft_dataset(
         cfg.data.data, model.tokenizer, answer_only_loss=True, data=cfg.data
@@ -235,29 +223,26 @@ def train_rm(cfg: DictConfig) -> None:
     with long_imports():
         from nemo.utils import logging
 
-        from nemo_aligner.launch.experiment import open_base, start_from
-        from nemo_aligner.launch.supervised_job import train_supervised
-        from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import (
-            held_out_text,
-            reward_model_class,
-        )
+        from nemo_aligner.launch import experiment, supervised_job
+        from nemo_aligner.models.nlp.gpt import megatron_gpt_reward_model as models
 
-    base = open_base(cfg)
-    model_class = reward_model_class(cfg.model.reward_model_type)
+    base = experiment.open_base(cfg)
+    model_class = models.reward_model_class(cfg.model.reward_model_type)
     model_class.check_training_config(cfg.model)
     keeps_head = cfg.model.regression.load_rm_head_weights
-    job, model = start_from(base, cfg, model_class, with_new_head=not keeps_head)
+    job, model = experiment.start_from(base, cfg, model_class, with_new_head=not keeps_head)
     if base is not None and keeps_head and not model.has_trained_head:
         raise UserError(
             f"model.regression.load_rm_head_weights=True, but {base} is no reward model, so that "
             "it has no head to load; name a reward model in "
             "pretrained_checkpoint.restore_from_path, or set it to False for a new head."
         )
-    rm_trainer = train_supervised(cfg, job, model, reward_model_loaders(cfg, model.tokenizer))
+    loaders = reward_model_loaders(cfg, model.tokenizer)
+    rm_trainer = supervised_job.train_supervised(cfg, job, model, loaders)
     kind = supervised.reward_model_type(cfg.model.reward_model_type)
     attributes = model.cfg.regression.num_attributes
     for name, (metrics, samples) in rm_trainer.held_out.items():
-        logging.info(f"{name}: {held_out_text(kind, metrics, samples, attributes)}")
+        logging.info(f"{name}: {models.held_out_text(kind, metrics, samples, attributes)}")
 
 
 def reward_model_loaders(cfg: DictConfig, tokenizer: "TokenizerSpec") -> "Loaders":

@@ -38,14 +38,9 @@ from nemo_aligner.config.schema import LIVE
 from nemo_aligner.config.values import plain_dict
 from nemo_aligner.core.endings import keep_ending_in
 from nemo_aligner.core.errors import UserError
+from nemo_aligner.launch import processes
 from nemo_aligner.launch.job_entry import EXAMPLES
 from nemo_aligner.launch.model_loading import Model, complete_model_config, load_from_nemo
-from nemo_aligner.launch.processes import (
-    JobTrainer,
-    launch_processes,
-    no_checkpoint_error,
-    resolve_and_create_trainer,
-)
 from nemo_aligner.launch.start_up import is_verbose, remarks, versions
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 from nemo_aligner.parallel.collectives import gathered
@@ -71,18 +66,18 @@ class Experiment:
     """What every training job starts with."""
 
     section: str  # of `cfg.trainer`, with the job's own settings, such as "ppo"
-    trainer: JobTrainer  # it knows the ranks
+    trainer: processes.JobTrainer  # it knows the ranks
     log_dir: Path | None  # the folder of the experiment; None with `exp_manager=null`
     logger: CustomLoggerWrapper  # metrics go to TensorBoard, W&B and `metrics.jsonl`
 
 
-def start_processes(cfg: DictConfig, config_name: str) -> JobTrainer:
+def start_processes(cfg: DictConfig, config_name: str) -> processes.JobTrainer:
     """Resolve and log `cfg`, of a job without experiment, start and join processes; all ranks call
     it.
     """
-    trainer = resolve_and_create_trainer(cfg)
+    trainer = processes.resolve_and_create_trainer(cfg)
     log_config(cfg, config_name)
-    launch_processes(trainer)
+    processes.launch_processes(trainer)
     return trainer
 
 
@@ -118,11 +113,11 @@ def start_from(
     """
     config_name = str(config_name_of(cfg))
     section = SECTIONS[config_name]
-    trainer = resolve_and_create_trainer(cfg, section)
+    trainer = processes.resolve_and_create_trainer(cfg, section)
     log_config(cfg, config_name)
     log_dir = setup_experiment(trainer, cfg)
     job = Experiment(section, trainer, log_dir, build_logger(trainer, log_dir))
-    launch_processes(trainer)
+    processes.launch_processes(trainer)
     fix_chat_date(cfg.model.get("data"), log_dir)
     if log_dir is not None and is_rank_zero():
         _write_config(cfg, log_dir)  # again, with that date
@@ -130,11 +125,7 @@ def start_from(
         model = model_class(cfg.model, trainer)
     else:
         model = load_from_nemo(
-            model_class,
-            cfg.model,
-            trainer,
-            restore_path=base,
-            load_base_model_only=with_new_head,
+            model_class, cfg.model, trainer, restore_path=base, load_base_model_only=with_new_head
         )
     model.init_peft(cfg.model.peft)
     return job, model
@@ -357,5 +348,5 @@ def load_trainer_state(cfg: DictConfig, ckpt_callback: CheckpointCallback) -> di
         return None
     state = ckpt_callback.load_latest()
     if state is None and not options.resume_ignore_no_checkpoint:
-        raise no_checkpoint_error(ckpt_callback.root)
+        raise processes.no_checkpoint_error(ckpt_callback.root)
     return state

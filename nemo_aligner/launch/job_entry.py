@@ -17,33 +17,17 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from nemo_aligner.checkpoint.forms import HUB, check_complete, check_restore_path
+from nemo_aligner.config import parallel_rules
 from nemo_aligner.config.checks import check_config, check_sections
 from nemo_aligner.config.defaults import complete_config
 from nemo_aligner.config.inert_keys import to_plain
 from nemo_aligner.config.jobs import JOBS
-from nemo_aligner.config.parallel_rules import (
-    check_accelerator,
-    count_devices,
-    cuda_devices,
-    default_precision,
-)
 from nemo_aligner.config.rules import PREFIX_DATA_JOBS, restore_key, why_nothing_is_kept
 from nemo_aligner.config.values import Values, plain_dict, resolved
 from nemo_aligner.core.endings import ending_file
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.core.estimators import ADVANTAGE_ESTIMATORS
-from nemo_aligner.data.nlp.chat_records import (
-    PAIR,
-    ConversationForm,
-    Encoded,
-    by_our_names,
-    conversation_field,
-    conversation_messages,
-    holds_conversation,
-    holds_pair,
-    prompt_messages,
-    speaks_to_assistant,
-)
+from nemo_aligner.data.nlp import chat_records
 from nemo_aligner.data.nlp.fields import Columns, EqualPairError, check_text, missing, prompt_hint
 from nemo_aligner.data.nlp.record_encoder import RecordEncoder
 from nemo_aligner.data.nlp.records import CHUNK_ID, DataFile, Records, data_paths, open_quickly
@@ -56,7 +40,7 @@ ROWS = 100  # that are looked at in each data file
 # With a key `file_path`, of a job that reads examples.
 EXAMPLES = ("model.data.train_ds", "model.data.validation_ds", "data.data")
 READ = {  # by what a record holds: how to read it, and the fields that continue its prompt
-    "pair": (RecordEncoder.pair_length, PAIR),
+    "pair": (RecordEncoder.pair_length, chat_records.PAIR),
     **dict.fromkeys(("labelled", "logits"), (RecordEncoder.response_length, ("response",))),
 }
 CHARACTERS: Any = SimpleNamespace(  # stands for the job's tokenizer, which is loaded later
@@ -143,11 +127,11 @@ class _Reader(RecordEncoder):
         super().__init__(CHARACTERS, self.data, _Messages())
         self.model, self.section, self.kind = cfg.model, section, JOBS[config_name].records
 
-    def form_of(self, record: Record) -> ConversationForm | None:
-        return self.form if self.template or holds_conversation(record) else None
+    def form_of(self, record: Record) -> chat_records.ConversationForm | None:
+        return self.form if self.template or chat_records.holds_conversation(record) else None
 
     def whole_pair(self, record: Record) -> int:
-        return self.pair_length(by_our_names(record), sys.maxsize)
+        return self.pair_length(chat_records.by_our_names(record), sys.maxsize)
 
     def check(self, record: Record, others: set[str], before: Record | None) -> None:
         """`UserError`: a data set would refuse a record, or its prompt is empty and no key allows
@@ -158,25 +142,25 @@ class _Reader(RecordEncoder):
         if "prompt_turns" in record:  # of SteerLM 2
             return
         if self.data.chat:  # NeMo's format, whose parts have other names
-            if kind == "example" and not holds_conversation(record):
-                conversation_messages(record)
+            if kind == "example" and not chat_records.holds_conversation(record):
+                chat_records.conversation_messages(record)
         elif kind == "example":
             label = self.section.label_key
-            if self.template or (conversation_field(record) and label not in record):
-                conversation_messages(record)
-                names, is_empty = [""], not speaks_to_assistant(record)
+            if self.template or (chat_records.conversation_field(record) and label not in record):
+                chat_records.conversation_messages(record)
+                names, is_empty = [""], not chat_records.speaks_to_assistant(record)
             else:
                 names = re.findall(r"{(\w+)}", self.section.prompt_template)
                 check_text(record, *names, allow_blank=True)
                 names = [field for field in names if field != label]
                 is_empty = bool(names) and not any(record[field].strip() for field in names)
         elif kind == "scored":
-            self._check_scored(by_our_names(record), before)
+            self._check_scored(chat_records.by_our_names(record), before)
         elif kind == "logits" and fraction is None:
             if "topk_logits" not in record:
                 raise missing(["topk_logits"], record)
         else:
-            record = by_our_names(record)
+            record = chat_records.by_our_names(record)
             length, responses = READ.get(kind, (RecordEncoder.prompt_length, ()))
             if kind == "labelled" and "preference" not in record:
                 raise missing(("response", "preference"), record)
@@ -194,7 +178,7 @@ class _Reader(RecordEncoder):
         has_label = self.model.reward_model_type == "regression"
         if has_label and "label" not in record:
             raise missing(["label"], record)
-        if holds_pair(record):
+        if chat_records.holds_pair(record):
             self.pair_length(record, sys.maxsize)
         elif not has_label or not ("responses" in record or isinstance(record.get("text"), list)):
             self.sample_length(record, sys.maxsize)
@@ -208,19 +192,19 @@ class _Reader(RecordEncoder):
                 ) from None
 
 
-class _Messages(ConversationForm):
+class _Messages(chat_records.ConversationForm):
     """Checks messages; whether the last one must be the assistant's is not known."""
 
     end_strings, state = (), []
 
     def prompt(self, record: Record) -> list[int]:
-        return self.encode_messages(prompt_messages(record), record).tokens
+        return self.encode_messages(chat_records.prompt_messages(record), record).tokens
 
     def sample(self, record: Record) -> list[int]:
-        return self.encode_messages(conversation_messages(record), record).tokens
+        return self.encode_messages(chat_records.conversation_messages(record), record).tokens
 
-    def encode_messages(self, messages: Any, record: Record, first: int = 0) -> Encoded:
-        return Encoded([*str(messages).encode()], [])
+    def encode_messages(self, messages: Any, record: Record, first: int = 0) -> Any:
+        return chat_records.Encoded([*str(messages).encode()], [])
 
 
 Main = Callable[[DictConfig], None]
@@ -249,7 +233,7 @@ def job_main(
             beside = jobs if isinstance(jobs, int) else jobs(cfg)
             share_cores(to_plain(cfg.trainer.devices), beside)
             if cfg.trainer.precision is None:
-                cfg.trainer.precision = default_precision(cfg.trainer.accelerator)
+                cfg.trainer.precision = parallel_rules.default_precision(cfg.trainer.accelerator)
             main(cfg)
             file = ending_file()
             if file is not None and stop_requests.has_trained:
@@ -268,13 +252,14 @@ def check_job(cfg: DictConfig, config_name: str) -> list[str]:
     `check_config`.
     """
     accelerator, devices = cfg.trainer.accelerator, to_plain(cfg.trainer.devices)
-    on_cpu, counts_gpus = accelerator == "cpu", str(devices) in ("auto", "-1")
-    gpus = None if on_cpu or counts_gpus else count_devices(devices)  # as if they were there
+    gpus = None
+    if accelerator != "cpu" and str(devices) not in ("auto", "-1"):
+        gpus = parallel_rules.count_devices(devices)  # as if they were there
     notes = check_config(
         cfg, config_name, visible_devices=gpus, before_notes=lambda: check_inputs(cfg, config_name)
     )
     if gpus is not None:
-        check_accelerator(accelerator, devices, cuda_devices())
+        parallel_rules.check_accelerator(accelerator, devices, parallel_rules.cuda_devices())
     return notes
 
 

@@ -177,10 +177,7 @@ def load_from_nemo(
     if "model" in model_cfg:
         model_cfg = model_cfg.model
     file_cfg = source.config()
-    if modify_config_fn is not None:
-        cfg = modify_config_fn(file_cfg, model_cfg)
-    else:
-        cfg = _over(file_cfg, model_cfg)
+    cfg = (modify_config_fn or _over)(file_cfg, model_cfg)
     OmegaConf.set_struct(cfg, False)
     cfg.pop("target", None)
     launch_processes(trainer)

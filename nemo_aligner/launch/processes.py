@@ -19,33 +19,22 @@ from omegaconf import DictConfig, OmegaConf
 
 from nemo_aligner.checkpoint.folders import complete_checkpoints
 from nemo_aligner.config.defaults import complete
+from nemo_aligner.config.fields import fields_of
+from nemo_aligner.config.keys.common import Machines
 from nemo_aligner.config.parallel_rules import check_accelerator, cuda_devices, default_precision
 from nemo_aligner.config.values import plain_dict
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.core.leftovers import sweep_once
 from nemo_aligner.launch import endings
 from nemo_aligner.launch.watchdog import watch
+from nemo_aligner.parallel import environment
 from nemo_aligner.parallel.device import get_backend
-from nemo_aligner.parallel.environment import (
-    adopt_mpi_ranks,
-    has_mpi_ranks,
-    hide_gpus,
-    packages_in_use,
-)
 from nemo_aligner.parallel.parallel_state import join_on_loopback, share_gloo_devices
 
 TIMEOUT = timedelta(minutes=30)  # of collectives, and of the wait for all ranks at the start
 
 # What Lightning gets of the section `trainer`: it starts processes, but its loops are not used.
-LIGHTNING_OPTIONS = (
-    "num_nodes",
-    "devices",
-    "accelerator",
-    "precision",
-    "logger",
-    "enable_checkpointing",
-    "use_distributed_sampler",
-)
+LIGHTNING_OPTIONS = (*fields_of(Machines), "enable_checkpointing", "use_distributed_sampler")
 
 
 class JobTrainer(Trainer):
@@ -98,7 +87,7 @@ def resolve_and_create_trainer(cfg: DictConfig, pop_trainer_key: str | None = No
     without CUDA, or the CPU in a process that has found a GPU.
     """
     sweep_once()
-    adopt_mpi_ranks(os.environ)  # scripts of NeMo-Aligner have nobody else to do it
+    environment.adopt_mpi_ranks(os.environ)  # scripts of NeMo-Aligner have nobody else to do it
     # NeMo's callback fails at an earlier run's val_loss=nan, and removes all but the best.
     NeMoModelCheckpoint.nemo_topk_check_previous_run = lambda _self: None
     nemo_exp_manager.check_resume = _check_resume
@@ -107,11 +96,11 @@ def resolve_and_create_trainer(cfg: DictConfig, pop_trainer_key: str | None = No
     options = {key: trainer_cfg[key] for key in LIGHTNING_OPTIONS}
     accelerator = options.pop("accelerator")
     if accelerator == "cpu":
-        hide_gpus()
+        environment.hide_gpus()
     gpus = cuda_devices()
     check_accelerator(accelerator, 1, gpus)
-    if accelerator == "cpu" and (gpus or packages_in_use()):
-        found = f"{gpus} GPUs" if gpus else " and ".join(packages_in_use())
+    if accelerator == "cpu" and (gpus or environment.packages_in_use()):
+        found = f"{gpus} GPUs" if gpus else " and ".join(environment.packages_in_use())
         raise ConfigError(
             f"trainer.accelerator=cpu, but this process had found {found} before it read that, "
             "and would use them; start it with an empty environment variable "
@@ -123,7 +112,7 @@ def resolve_and_create_trainer(cfg: DictConfig, pop_trainer_key: str | None = No
         options["devices"] = int(os.environ["LOCAL_WORLD_SIZE"])
         options["num_nodes"] = int(os.environ["WORLD_SIZE"]) // options["devices"]
     # Lightning would take SLURM's variables, of the allocation that mpirun runs in, for the ranks.
-    environments = [LightningEnvironment()] if has_mpi_ranks(os.environ) else None
+    environments = [LightningEnvironment()] if environment.has_mpi_ranks(os.environ) else None
     return JobTrainer(
         cfg,
         pop_trainer_key,
@@ -145,9 +134,9 @@ def launch_processes(trainer: Trainer | None) -> None:
     if trainer is None or torch.distributed.is_initialized():
         return
     strategy = trainer.strategy
-    environment = strategy.cluster_environment
+    cluster = strategy.cluster_environment
     endings.end_with_starter()
-    starts_others = isinstance(environment, LightningEnvironment)
+    starts_others = isinstance(cluster, LightningEnvironment)
     starts_others = starts_others and "LOCAL_RANK" not in os.environ
     if starts_others:
         from nemo_aligner.servers.ports import find_free_port
@@ -166,10 +155,10 @@ def launch_processes(trainer: Trainer | None) -> None:
     share_gloo_devices()
     if isinstance(strategy, DDPStrategy):
         strategy.set_world_ranks()
-        assert environment is not None
+        assert cluster is not None
         backend = strategy.process_group_backend or get_backend()
-        rank, ranks = environment.global_rank(), environment.world_size()
-        place = environment.main_address, environment.main_port
+        rank, ranks = cluster.global_rank(), cluster.world_size()
+        place = cluster.main_address, cluster.main_port
         if join_on_loopback(backend, rank, ranks, *place, TIMEOUT) and backend == "nccl":
             atexit.register(torch.distributed.destroy_process_group)  # as Lightning does
     strategy.setup_environment()  # joins the other ranks unless this process has

@@ -33,6 +33,7 @@ from nemo_aligner.data.nlp.builders import (
 )
 from nemo_aligner.data.nlp.chat_records import holds_conversation
 from nemo_aligner.data.nlp.chat_template import ChatTemplate
+from nemo_aligner.data.nlp.fields import ALL_COLUMNS
 from nemo_aligner.data.nlp.prompts import (
     PromptColumns,
     RLHFDataset,
@@ -42,26 +43,14 @@ from nemo_aligner.data.nlp.prompts import (
 )
 from nemo_aligner.data.nlp.record_encoder import chat_form
 from nemo_aligner.data.nlp.samplers import get_batch_iterator_cls
-from nemo_aligner.launch.experiment import (
-    Experiment,
-    load_trainer_state,
-    run_timer,
-    set_up_training,
-)
+from nemo_aligner.launch import experiment
 from nemo_aligner.launch.job_entry import has_no_rewards
 from nemo_aligner.launch.processes import no_checkpoint_error
 from nemo_aligner.models.nlp.gpt.megatron_gpt_policy import MegatronGPTPolicyModel
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.collectives import gathered
+from nemo_aligner.servers import scoring_clients
 from nemo_aligner.servers.critic_client import RemoteGPTRMCriticClient
-from nemo_aligner.servers.scoring_clients import (
-    NoRewards,
-    RemoteGPTRMClient,
-    RewardsInJob,
-    RewardsInPlaceOfCritic,
-    ScoreSource,
-)
-from nemo_aligner.servers.worker import ALL_COLUMNS, LoadError, load_named
 from nemo_aligner.training.schedule import compute_num_steps_per_epoch
 
 if TYPE_CHECKING:
@@ -108,15 +97,15 @@ def build_prompt_loaders(
 
 def train_on_rollouts(
     cfg: DictConfig,
-    job: Experiment,
+    job: experiment.Experiment,
     model: MegatronGPTPolicyModel,
     trainer_class: Callable[..., RolloutTrainer],
     *,
     remote: str = "remote_rm",
-    client_class: Callable[..., Any] = RemoteGPTRMClient,
+    client_class: Callable[..., Any] = scoring_clients.RemoteGPTRMClient,
     client_argument: str = "rm",
     load_state: Callable[..., dict[str, Any] | None] = (
-        lambda cfg, ckpt_callback, client: load_trainer_state(cfg, ckpt_callback)
+        lambda cfg, ckpt_callback, client: experiment.load_trainer_state(cfg, ckpt_callback)
     ),
 ) -> None:
     """Train `model`, with its initial weights, adapters and reference policy, from where the last
@@ -133,7 +122,7 @@ def train_on_rollouts(
     prompts, datasets = build_prompt_loaders(cfg, kind, remote, model.tokenizer)
     train = prompts["train_dataloader_builder"](consumed_samples=0)
     steps_per_epoch = compute_num_steps_per_epoch(train.batch_sampler)
-    parts = set_up_training(
+    parts = experiment.set_up_training(
         cfg,
         job,
         model,
@@ -151,7 +140,7 @@ def train_on_rollouts(
     try:
         if cfg.trainer[kind].get("teacher_kl_coef"):
             clients["teacher"] = connect_teachers(cfg, model.tokenizer, datasets[0])
-        trainer = trainer_class(**parts, **prompts, run_timer=run_timer(cfg), **clients)
+        trainer = trainer_class(**parts, **prompts, run_timer=experiment.run_timer(cfg), **clients)
         state = load_state(cfg, parts["ckpt_callback"], client)
         if state is not None:
             trainer.load_state_dict(state)
@@ -199,6 +188,8 @@ def own_function(named: str | None, key: str, parameters: Sequence[str]) -> Call
     """
     if named is None:
         return None
+    from nemo_aligner.servers.worker import LoadError, load_named
+
     path, _, name = named.rpartition(":")
     called = f"{name}({', '.join(f'{each}=...' for each in parameters)})"
     import_path = list(sys.path)
@@ -240,7 +231,7 @@ def own_function(named: str | None, key: str, parameters: Sequence[str]) -> Call
 
 def start_score_source(
     cfg: DictConfig, kind: str, remote: str, policy: Any, prompts: Sequence[RLHFDataset]
-) -> ScoreSource | None:
+) -> scoring_clients.ScoreSource | None:
     """What `model.<kind>.environment`, `trainer.<kind>.reward_fn` or `judge` names, whose
     processes end with the job; None: servers (`remote`) give the rewards. All ranks call it.
     `policy` gets an environment. `UserError`: the code cannot be used; on all ranks.
@@ -272,7 +263,7 @@ def start_score_source(
         return policy.environment
     options, section = cfg.trainer[kind], f"trainer.{kind}"
     if has_no_rewards(cfg, kind):
-        return NoRewards()
+        return scoring_clients.NoRewards()
     if options.reward_fn is None and options.judge.url is None:
         return None
     function = None
@@ -283,10 +274,10 @@ def start_score_source(
             check_names(function, prompts[0].lines[int(prompts[0].documents[0])])
     asked = next(filter(None, gathered(function and function.columns)), None)
     if asked is None:
-        return RewardsInJob(function, None)
+        return scoring_clients.RewardsInJob(function, None)
     with failing_together():  # each rank checks its share of the records
         columns = PromptColumns(prompts, asked, share)
-    return RewardsInJob(function, columns)
+    return scoring_clients.RewardsInJob(function, columns)
 
 
 def check_names(function: "RewardFunction", record: Mapping[str, Any]) -> None:
@@ -369,14 +360,14 @@ def _function(
 def load_state_of_pair(
     cfg: DictConfig,
     ckpt_callback: CheckpointCallback,
-    rm_critic: RemoteGPTRMCriticClient | RewardsInPlaceOfCritic,
+    rm_critic: RemoteGPTRMCriticClient | scoring_clients.RewardsInPlaceOfCritic,
 ) -> dict[str, Any] | None:
     """Counters of the actor, resumed as `exp_manager` asks, with the critic at the same step; None
     for a fresh start; all ranks call it. Without a common step the actor resumes alone, and the
     check before its first rollout says what to do (`check_status`).
     """
     if cfg.exp_manager is None:
-        return load_trainer_state(cfg, ckpt_callback)
+        return experiment.load_trainer_state(cfg, ckpt_callback)
     options = complete(cfg.exp_manager, "gpt_ppo_actor", "exp_manager")
     is_named = bool(options.resume_from_checkpoint)  # by the user
     status = rm_critic.status()
@@ -404,7 +395,7 @@ def load_state_of_pair(
             raise no_checkpoint_error(ckpt_callback.root)
         ckpt_callback.start_anew()
         return None
-    return load_trainer_state(cfg, ckpt_callback)
+    return experiment.load_trainer_state(cfg, ckpt_callback)
 
 
 def _checkpoints(options: DictConfig, ckpt_callback: CheckpointCallback) -> dict[int, Path]:

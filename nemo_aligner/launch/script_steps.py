@@ -150,15 +150,12 @@ class FakeScheduler:
     last_epoch = 0
 
     def step(self, increment: int = 1) -> None:
-        """Count updates, and change no rate."""
         self.last_epoch += increment
 
     def state_dict(self) -> dict[str, int]:
-        """The number of updates."""
         return {"last_epoch": self.last_epoch}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Continue counting from `state_dict()`."""
         self.last_epoch = int(state_dict["last_epoch"])
 
 

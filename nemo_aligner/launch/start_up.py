@@ -160,7 +160,11 @@ class Remarks:
         handle, show = logging.Logger.handle, warnings.showwarning
 
         def handle_ours(logger: logging.Logger, record: logging.LogRecord) -> None:
-            if record.levelno >= logging.ERROR or not is_library(_origin(record)):
+            origin = record.pathname
+            if record.funcName == "_showwarning" and record.args:  # a warning that NeMo logs
+                said = record.args[0] if isinstance(record.args, tuple) else ""
+                origin = str(said).partition(":")[0]
+            if record.levelno >= logging.ERROR or not is_library(origin):
                 handle(logger, record)
             elif not logger.disabled:
                 self.add(f"{record.levelname} {logger.name}: {record.getMessage()}")
@@ -206,13 +210,6 @@ def is_library(path: str) -> bool:
     path = os.path.realpath(path)
     is_theirs = path.startswith(_PYTHON) or not _INSTALLED.isdisjoint(path.split(os.sep))
     return is_theirs and not path.startswith(_OWN)
-
-
-def _origin(record: logging.LogRecord) -> str:
-    """The file whose code says it."""
-    if record.funcName == "_showwarning" and record.args:  # a warning that NeMo logs
-        return str(record.args[0] if isinstance(record.args, tuple) else "").partition(":")[0]
-    return record.pathname
 
 
 remarks = Remarks()

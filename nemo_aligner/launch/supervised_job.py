@@ -12,38 +12,14 @@ from torch.utils.data import DataLoader
 
 from nemo_aligner.algorithms.reference_log_probs import with_reference_log_probs
 from nemo_aligner.algorithms.supervised import SupervisedTrainer
-from nemo_aligner.config.jobs import JOBS
-from nemo_aligner.config.jobs.supervised import (
-    RewardModelType,
-    learns_labelled_pairs,
-    reward_model_type,
-)
+from nemo_aligner.config.jobs import JOBS, supervised
 from nemo_aligner.core.tokenizer import Tokenizer
-from nemo_aligner.data.nlp.builders import (
-    Datasets,
-    build_configured_datasets,
-    build_dataloader,
-    build_train_valid_test_datasets,
-)
-from nemo_aligner.data.nlp.datasets import (
-    DPOModelDataset,
-    KTOModelDataset,
-    LabelledPairDataset,
-    RegressionRewardModelDataset,
-    ResponseDataset,
-    RewardModelDataset,
-)
+from nemo_aligner.data.nlp import builders, datasets
 from nemo_aligner.data.nlp.file_dataset import FileDataset
 from nemo_aligner.data.nlp.prompts import RLHFDataset
 from nemo_aligner.data.nlp.sft import build_sft_dataset
 from nemo_aligner.data.nlp.topk_logits import KnowledgeDistillationDataset
-from nemo_aligner.launch.experiment import (
-    Experiment,
-    load_trainer_state,
-    run_timer,
-    set_up_training,
-    start_with_model,
-)
+from nemo_aligner.launch import experiment
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 from nemo_aligner.training.optim import build_scheduler
 from nemo_aligner.training.schedule import supervised_max_steps
@@ -59,7 +35,7 @@ class Loaders(NamedTuple):
 
 def build_dataloaders(
     cfg: DictConfig,
-    build: Callable[..., Datasets],
+    build: Callable[..., builders.Datasets],
     tokenizer: Tokenizer,
     *,
     train_random: bool = True,
@@ -75,7 +51,7 @@ def build_dataloaders(
         samples_per_item: samples, as batch sizes count them, of an item of the datasets.
         prepare: (dataset, name of the set) to what the loader reads in its place.
     """
-    train, validation, test = build_configured_datasets(cfg, build, tokenizer)
+    train, validation, test = builders.build_configured_datasets(cfg, build, tokenizer)
     sets = validation if isinstance(validation, dict) else {"validation": validation}
     train, test = (
         None if dataset is None else prepare(dataset, name)
@@ -104,7 +80,7 @@ def _loader(
     samples_per_item: int = 1,
 ) -> DataLoader[Any]:
     """`gbs` None: `model.global_batch_size`; `collate_fn` None: that of `dataset`, if any."""
-    return build_dataloader(
+    return builders.build_dataloader(
         cfg,
         dataset,
         consumed_samples=0,  # the trainer says where to go on
@@ -117,33 +93,33 @@ def _loader(
     )
 
 
-def datasets_of_job(config_name: str, model: DictConfig) -> Callable[..., Datasets]:
+def datasets_of_job(config_name: str, model: DictConfig) -> Callable[..., builders.Datasets]:
     """What builds the datasets of a job that reads `model.data.data_prefix`."""
     records = JOBS[config_name].records
-    cls: type[FileDataset] = RewardModelDataset
+    cls: type[FileDataset] = datasets.RewardModelDataset
     if records == "logits":
         on_policy = model.knowledge_distillation.on_policy.fraction is not None
-        cls = ResponseDataset if on_policy else KnowledgeDistillationDataset
-        return partial(build_train_valid_test_datasets, cls, n_chunks=model.data.n_chunks)
+        cls = datasets.ResponseDataset if on_policy else KnowledgeDistillationDataset
+        return partial(builders.build_train_valid_test_datasets, cls, n_chunks=model.data.n_chunks)
     if records != "scored":
         kinds: dict[str, type[FileDataset]] = {
             "prompt": RLHFDataset,
-            "pair": DPOModelDataset,
-            "labelled": KTOModelDataset,
+            "pair": datasets.DPOModelDataset,
+            "labelled": datasets.KTOModelDataset,
         }
         cls = kinds[records]
-    elif learns_labelled_pairs(model):
-        cls = LabelledPairDataset
-    elif reward_model_type(model.reward_model_type) is RewardModelType.REGRESSION:
-        cls = RegressionRewardModelDataset
-    return partial(build_train_valid_test_datasets, cls)
+    elif supervised.learns_labelled_pairs(model):
+        cls = datasets.LabelledPairDataset
+    elif model.reward_model_type == supervised.RewardModelType.REGRESSION.value:
+        cls = datasets.RegressionRewardModelDataset
+    return partial(builders.build_train_valid_test_datasets, cls)
 
 
 def train_on_preferences(
     cfg: DictConfig, model_class: type[MegatronGPTModel], trainer_class: type[SupervisedTrainer]
 ) -> None:
     """The whole job of DPO or KTO."""
-    job, model = start_with_model(cfg, model_class)
+    job, model = experiment.start_with_model(cfg, model_class)
     # Before a checkpoint is resumed: the reference stays the model that the job started from.
     loaders = build_preference_dataloaders(cfg, job.section, model)
     train_supervised(cfg, job, model, loaders, trainer_class)
@@ -195,7 +171,7 @@ def build_sft_dataloaders(
 
 def train_supervised(
     cfg: DictConfig,
-    job: Experiment,
+    job: experiment.Experiment,
     model: MegatronGPTModel,
     loaders: Loaders,
     trainer_class: Callable[..., SupervisedTrainer] = SupervisedTrainer,
@@ -206,17 +182,19 @@ def train_supervised(
     """
     settings = cfg.trainer[job.section]
     max_steps = supervised_max_steps(settings, loaders.train)
-    parts = set_up_training(cfg, job, model, max_steps, loaders.train, bool(loaders.validation))
+    parts = experiment.set_up_training(
+        cfg, job, model, max_steps, loaders.train, bool(loaders.validation)
+    )
     trainer = trainer_class(
         **parts,
         train_dataloader=loaders.train,
         val_dataloader=loaders.validation,
         test_dataloader=loaders.test,
-        run_timer=run_timer(cfg),
+        run_timer=experiment.run_timer(cfg),
         section=f"trainer.{job.section}",
     )
     ckpt_callback, optimizer = parts["ckpt_callback"], parts["optimizer"]
-    state = load_trainer_state(cfg, ckpt_callback)
+    state = experiment.load_trainer_state(cfg, ckpt_callback)
     if state is not None:
         trainer.load_state_dict(state)
         if trainer.max_steps != max_steps:  # part of the data was used in batches of another size

@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 def _several_ranks(group: ProcessGroup | None) -> bool:
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
+    return dist.is_initialized() and dist.get_world_size(group) > 1
 
 
 def _ready(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:

@@ -66,11 +66,8 @@ def _touched(
     ]
 
 
-_Gather = Callable[[Tensor, ProcessGroup, list[int] | None, bool], Tensor]
-
-
 def _gather_unequal_shares(
-    original: _Gather,
+    original: Callable[..., Tensor],
     input_: Tensor,
     group: ProcessGroup,
     output_split_sizes: list[int] | None = None,
@@ -88,7 +85,7 @@ def _gather_unequal_shares(
 
 
 def _reduce_scatter_unequal_shares(
-    original: _Gather,
+    original: Callable[..., Tensor],
     input_: Tensor,
     group: ProcessGroup,
     input_split_sizes: list[int] | None = None,

@@ -37,11 +37,7 @@ _replica_group: ProcessGroup | None = None  # TP x PP x CP, with context paralle
 
 
 def is_initialized() -> bool:
-    return (
-        torch.distributed.is_available()
-        and torch.distributed.is_initialized()
-        and _mcore.is_initialized()
-    )
+    return dist.is_initialized() and _mcore.is_initialized()
 
 
 def initialize(
@@ -64,28 +60,37 @@ def initialize(
     share_gloo_devices()
     if not dist.is_initialized():
         _join_world(timeout)
-    sizes = {
-        "TP": tensor_model_parallel_size,
-        "PP": pipeline_model_parallel_size,
-        "CP": context_parallel_size,
-        "EP": expert_model_parallel_size,
-    }
-    _check_sizes(sizes)
+    tp, pp = tensor_model_parallel_size, pipeline_model_parallel_size
+    cp, ep = context_parallel_size, expert_model_parallel_size
+    check_expert_ranks(ep, data_parallel_size(dist.get_world_size(), tp, pp, cp), cp)
     global _replica_group
-    if not _mcore.is_initialized():
+    if _mcore.is_initialized():
+        present = (
+            _mcore.get_tensor_model_parallel_world_size(),
+            _mcore.get_pipeline_model_parallel_world_size(),
+            _mcore.get_context_parallel_world_size(),
+            _mcore.get_expert_model_parallel_world_size(),
+        )
+        if present != (tp, pp, cp, ep):
+            sizes = "TP={}, PP={}, CP={}, EP={}"
+            raise ConfigError(
+                f"this process already runs with {sizes.format(*present)}; a second model cannot "
+                f"use {sizes.format(tp, pp, cp, ep)}."
+            )
+    else:
         _replica_group = None  # of groups that were destroyed since
         _mcore.initialize_model_parallel(
-            tensor_model_parallel_size=tensor_model_parallel_size,
-            pipeline_model_parallel_size=pipeline_model_parallel_size,
+            tensor_model_parallel_size=tp,
+            pipeline_model_parallel_size=pp,
             virtual_pipeline_model_parallel_size=None
             if virtual_pipeline_model_parallel_size == 1
             else virtual_pipeline_model_parallel_size,
-            context_parallel_size=context_parallel_size,
-            expert_model_parallel_size=expert_model_parallel_size,
+            context_parallel_size=cp,
+            expert_model_parallel_size=ep,
             # Gloo groups serve checkpoints and control messages beside NCCL.
             create_gloo_process_groups=True,
         )
-    if context_parallel_size > 1 and _replica_group is None:
+    if cp > 1 and _replica_group is None:
         _replica_group = _new_replica_group(timeout)
     seed_generators(seed)
 
@@ -98,28 +103,6 @@ def _join_world(timeout: timedelta) -> None:
         rank = 0  # a process of a larger job that is to be a world of its own
     if not join_on_loopback(get_backend(), rank, world_size, address, port, timeout):
         torch.distributed.init_process_group(get_backend(), timeout=timeout)
-
-
-def _check_sizes(sizes: dict[str, int]) -> None:
-    """Refuse parallel sizes (TP, PP, CP, EP) that do not fit the ranks, or a model before."""
-    tp, pp, cp, ep = sizes.values()
-    world_size = torch.distributed.get_world_size()
-    check_expert_ranks(ep, data_parallel_size(world_size, tp, pp, cp), cp)
-    if not _mcore.is_initialized():
-        return
-    present = {
-        "TP": _mcore.get_tensor_model_parallel_world_size(),
-        "PP": _mcore.get_pipeline_model_parallel_world_size(),
-        "CP": _mcore.get_context_parallel_world_size(),
-        "EP": _mcore.get_expert_model_parallel_world_size(),
-    }
-    if present != sizes:
-        now, asked = (
-            ", ".join(f"{name}={size}" for name, size in x.items()) for x in (present, sizes)
-        )
-        raise ConfigError(
-            f"this process already runs with {now}; a second model cannot use {asked}."
-        )
 
 
 def _new_replica_group(timeout: timedelta) -> ProcessGroup:
@@ -150,7 +133,7 @@ def seed_generators(seed: int, by_context_rank: bool = False) -> None:
 
 def destroy() -> None:
     """Leave all groups; the process can initialise again with other sizes."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
+    if torch.distributed.is_initialized():
         if _mcore.is_initialized():
             _mcore.destroy_model_parallel()
         torch.distributed.destroy_process_group()

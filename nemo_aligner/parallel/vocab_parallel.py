@@ -18,6 +18,7 @@ can be split. Every rank of a tensor- and context-parallel group must make the s
 """
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -95,49 +96,30 @@ def logprobs_and_entropy(
     return logprobs, entropy
 
 
-def distributed_entropy(
-    logits: Tensor,
-    mask: Tensor | None = None,
-    temperature: float = 1.0,
-    vocab_size: int | None = None,
-) -> Tensor:
-    """Entropy of the next-token distribution, float32 [B, S-1], the last column dropped, or with
-    `mask` [B, S-1] its masked mean; differentiable. Arguments as of
-    `from_parallel_logits_to_logprobs`; the logits must be finite. Without a mask S is W.
-    """
-    whole = logits.shape[1] * parallel_state.get_context_parallel_world_size()
-    width = whole if mask is None else mask.shape[1] + 1
-    # Any token serves as the target: its log-prob is not used.
-    target = torch.zeros(logits.shape[0], width, dtype=torch.int64, device=logits.device)
-    _, entropy = logprobs_and_entropy(
-        logits, target, temperature=temperature, vocab_size=vocab_size
-    )
-    return entropy if mask is None else masked_mean(entropy, mask)
-
-
 def calculate_distributed_entropy(
     vocab_parallel_logits: Tensor,
     mask: Tensor | None = None,
     temperature: float = 1.0,
     vocab_size: int | None = None,
 ) -> Tensor:
-    """The mean of `distributed_entropy`, with `mask` or without, by NeMo-Aligner's name."""
-    return distributed_entropy(vocab_parallel_logits, mask, temperature, vocab_size).mean()
+    """Mean of the entropy of `logprobs_and_entropy`, over the slots of `mask` [B, S-1], else over
+    all but the last of W, by NeMo-Aligner's name.
+    """
+    samples, width, _ = vocab_parallel_logits.shape
+    whole = width * parallel_state.get_context_parallel_world_size()
+    # Any token serves as the target: its log-prob is not used.
+    columns = whole if mask is None else mask.shape[1] + 1
+    target = torch.zeros(samples, columns, dtype=torch.int64, device=vocab_parallel_logits.device)
+    entropy = logprobs_and_entropy(
+        vocab_parallel_logits, target, temperature=temperature, vocab_size=vocab_size
+    )[1]
+    return entropy.mean() if mask is None else masked_mean(entropy, mask)
 
 
 class DistributedLogprob:
     """Log-probs of aligned targets, with the name and call of NeMo-Aligner's autograd function."""
 
-    @staticmethod
-    def apply(
-        vocab_parallel_logits: Tensor,
-        target: Tensor,
-        inference_only: bool = False,
-        higher_stability: bool = False,
-    ) -> Tensor:
-        return from_parallel_logits_to_logprobs(
-            vocab_parallel_logits, target, inference_only, higher_stability, ignore_last=False
-        )
+    apply = staticmethod(partial(from_parallel_logits_to_logprobs, ignore_last=False))
 
 
 def _scores_of_tokens(

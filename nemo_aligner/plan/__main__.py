@@ -8,6 +8,7 @@ import json
 import re
 import shlex
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from textwrap import indent
 from typing import Any
@@ -15,36 +16,16 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from yaml import YAMLError
 
-from nemo_aligner.config.checks import check_keys
-from nemo_aligner.config.parallel_rules import count_vocab_rows
-from nemo_aligner.config.values import Values, plain_dict
-from nemo_aligner.core.errors import ConfigError, UserError
-from nemo_aligner.core.estimators import ADVANTAGE_ESTIMATORS
+from nemo_aligner.config.values import plain_dict
+from nemo_aligner.core.errors import UserError
 from nemo_aligner.launch.start_up import warn_of_unsupported_versions
-from nemo_aligner.plan.jobs import (
-    ACTOR,
-    JOBS,
-    ON_POLICY,
-    REWARD_SERVER,
-    STUDENT,
-    TEACHER,
-    Job,
-    head_outputs,
-    job_config,
-    read_overrides,
-)
-from nemo_aligner.plan.memory import PARTS, RankMemory
-from nemo_aligner.plan.parameters import ONE_RANK, count_weights, read_architecture
-from nemo_aligner.plan.splits import (
-    Candidate,
-    JobInput,
-    Machine,
-    Planned,
-    make_plan,
-    split_keys,
-)
+from nemo_aligner.plan.jobs import JOBS, chosen_jobs, job_config, knows
+from nemo_aligner.plan.memory import PARTS, Parts, sum_of
+from nemo_aligner.plan.parameters import ONE_RANK, count_weights
+from nemo_aligner.plan.splits import Candidate, JobInput, Machine, Planned, make_plan, split_keys
 from nemo_aligner.report.elements import columns
 
+Plain = dict[str, Any]  # by the names of the JSON
 GIB = 2**30
 SHOWN = 8  # candidates in the text
 
@@ -54,19 +35,16 @@ def gib(size: float) -> str:
     return f"{size / GIB:.2f}" if size < 10 * GIB else f"{size / GIB:.1f}"
 
 
-def split_text(c: Candidate) -> str:
+def split_text(c: Plain) -> str:
     """Such as `TP2 PP1 CP1 DP4`."""
-    s = c.split
-    experts = f" EP{s.ep}" if s.ep > 1 else ""
-    return f"TP{s.tp} PP{s.pp} CP{s.cp}{experts} DP{s.dp}"
+    experts = f" EP{c['ep']}" if c["ep"] > 1 else ""
+    return f"TP{c['tp']} PP{c['pp']} CP{c['cp']}{experts} DP{c['dp']}"
 
 
-def notes(c: Candidate) -> str:
+def notes(c: Plain) -> str:
     """What a candidate changes, in words."""
-    words = []
-    if c.workload.recompute:
-        words.append(f"recompute {c.workload.recompute}")
-    for key, value in c.changes.items():
+    words = [f"recompute {c['recompute']}"] if c["recompute"] else []
+    for key, value in c["changes"].items():
         if "micro_batch_size" in key and "val_" not in key:
             words.append(f"{key.rpartition('.')[2].removesuffix('_micro_batch_size')} {value}")
     return ", ".join(words)
@@ -77,106 +55,88 @@ def table(rows: list[list[str]]) -> str:
     return indent(columns(rows, (0, len(rows[0]) - 1)), "  ")
 
 
-def memory_table(memory: RankMemory) -> str:
+def memory_table(phases: Mapping[str, Parts]) -> str:
     """Kinds of memory by phase, in GiB, of the rank that needs most."""
-    names = list(memory.phases)
-    rows = [["GiB on the GPU", *names, ""]]
+    rows = [["GiB on the GPU", *phases, ""]]
     for part in PARTS:
-        values = [memory.phases[name].get(part, 0.0) for name in names]
+        values = [parts.get(part, 0.0) for parts in phases.values()]
         if any(values):
             rows.append([part, *map(gib, values), ""])
-    rows.append(["sum", *(gib(sum(memory.phases[name].values())) for name in names), ""])
-    return table(rows)
+    return table([*rows, ["sum", *(gib(sum_of(parts)) for parts in phases.values()), ""]])
 
 
-def candidate_table(job: Planned, shown: int) -> str:
-    rows = [["split", "peak GiB", "in", "fits", "cost", "with"]]
-    for c in job.candidates[:shown]:
-        fits = c.memory.peak <= job.limit
-        shape = [split_text(c), gib(c.memory.peak), c.memory.tightest]
-        rows.append([*shape, *(("yes", f"{c.cost:.2f}") if fits else ("no", "-")), notes(c)])
-    return table(rows)
-
-
-def overrides_of(job: Planned, machine: Machine) -> list[str]:
-    """The arguments of the job's script."""
-    chosen = {
-        job.item.job.config.restore_key: job.item.path,
-        **split_keys(job.chosen.split, machine.gpus_per_node),
-        **job.chosen.changes,
-    }
-    given = job.item.overrides
-    kept = [text for text in given if text.lstrip("+").partition("=")[0] not in chosen]
-    return [*(f"{key}={value}" for key, value in chosen.items()), *kept]
-
-
-def number_of_weights(item: JobInput) -> tuple[int, int]:
-    """Of the model of a job: all, and those that are trained if the job trains."""
-    model = item.cfg["model"]
-    rows = count_vocab_rows({**model, "tensor_model_parallel_size": 1}, item.vocab_size)
-    weights = count_weights(read_architecture(model, rows, head_outputs(item.job, model)))
-    return weights.total, weights.trained.total
-
-
-def plan_text(plan: list[Planned], machine: Machine, shared: bool, show_all: bool) -> str:
-    """The whole plan; `show_all`: all candidates, not the best alone."""
+def plan_text(plan: Plain, show_all: bool) -> str:
+    """What `plan_values` gives, for a reader; `show_all`: all candidates, not the best alone."""
     parts = [
-        f"{gib(machine.memory)} GiB per GPU, of which {gib(machine.usable)} GiB are planned with "
+        f"{gib(plan['memory'])} GiB per GPU, of which {gib(plan['limit'])} GiB are planned with "
         "(--reserve)."
     ]
-    if shared:
-        together = gib(sum(job.chosen.memory.peak for job in plan))
-        parts.append(f"{len(plan)} jobs share one GPU: {together} GiB together.")
-    for job in plan:
-        c, script = job.chosen, job.item.job.script
-        weights, trained = number_of_weights(job.item)
+    jobs = plan["jobs"]
+    if plan["shared"]:
+        together = gib(sum(job["recommended"]["peak"] for job in jobs))
+        parts.append(f"{len(jobs)} jobs share one GPU: {together} GiB together.")
+    for job in jobs:
+        c, weights, trained = job["recommended"], job["weights"], job["trained"]
         adapters = f", of which {trained / 1e6:.3f} million are trained" * (trained < weights)
         host = "  Host memory: no copies of weights."
-        if c.host_per_node:
-            kinds = ", ".join(f"{name} {gib(size)}" for name, size in c.memory.host.items())
-            host = f"  Host memory per node: {gib(c.host_per_node)} GiB (GiB per rank: {kinds})."
-        count = len(job.candidates) if show_all else SHOWN
-        left_out = len(job.candidates) - count
-        words = (f"      {shlex.quote(word)}" for word in overrides_of(job, machine))
+        if c["host_per_node"]:
+            kinds = ", ".join(f"{name} {gib(size)}" for name, size in c["host"].items())
+            of_node = gib(c["host_per_node"])
+            host = f"  Host memory per node: {of_node} GiB (GiB per rank: {kinds})."
+        count = len(job["candidates"]) if show_all else SHOWN
+        left_out = len(job["candidates"]) - count
+        rows = [["split", "peak GiB", "in", "fits", "cost", "with"]]
+        for each in job["candidates"][:count]:
+            fits = ("yes", f"{each['cost']:.2f}") if each["fits"] else ("no", "-")
+            shape = split_text(each), gib(each["peak"]), each["tightest"]
+            rows.append([*shape, *fits, notes(each)])
+        words = (f"      {shlex.quote(word)}" for word in job["overrides"])
         parts += [
             "",
-            f"{job.item.job.name.upper()}: {weights / 1e9:.3f} billion weights{adapters}, "
-            f"{c.split.ranks} GPU{'s' if c.split.ranks > 1 else ''}, {split_text(c)}"
+            f"{job['job'].upper()}: {weights / 1e9:.3f} billion weights{adapters}, "
+            f"{c['gpus']} GPU{'s' if c['gpus'] > 1 else ''}, {split_text(c)}"
             + (f", {notes(c)}" if notes(c) else ""),
             "",
-            memory_table(c.memory),
+            memory_table(c["phases"]),
             "",
-            f"  All GPUs of the job together: {gib(c.total)} GiB.",
+            f"  All GPUs of the job together: {gib(c['total'])} GiB.",
             host,
             "",
-            candidate_table(job, count),
+            table(rows),
             *([f"  ... and {left_out} more (--all)"] if left_out > 0 else []),
             "",
-            " \\\n".join([f"  python {script}", *words]),
+            " \\\n".join([f"  python {job['script']}", *words]),
         ]
     return "\n".join(parts)
 
 
-def plan_values(plan: list[Planned], machine: Machine, shared: bool) -> dict[str, Any]:
+def plan_values(plan: list[Planned], machine: Machine, shared: bool) -> Plain:
     """The whole plan as plain values; sizes in bytes."""
     jobs = []
     for job in plan:
-        weights, trained = number_of_weights(job.item)
+        item, chosen = job.item, job.chosen
+        weights = count_weights(item.architecture(tp=1))
+        keys = {
+            item.job.config.restore_key: item.path,
+            **split_keys(chosen.split, machine.gpus_per_node),
+            **chosen.changes,
+        }
+        given = [text for text in item.overrides if text.lstrip("+").partition("=")[0] not in keys]
         jobs.append(
             {
-                "job": job.item.job.name,
-                "script": job.item.job.script,
-                "weights": weights,
-                "trained": trained,
-                "recommended": candidate_values(job.chosen, job.limit),
-                "overrides": overrides_of(job, machine),
+                "job": item.job.name,
+                "script": item.job.script,
+                "weights": weights.total,
+                "trained": weights.trained.total,
+                "recommended": candidate_values(chosen, job.limit),
+                "overrides": [*(f"{key}={value}" for key, value in keys.items()), *given],
                 "candidates": [candidate_values(each, job.limit) for each in job.candidates],
             }
         )
     return {"memory": machine.memory, "limit": machine.usable, "shared": shared, "jobs": jobs}
 
 
-def candidate_values(c: Candidate, limit: float) -> dict[str, Any]:
+def candidate_values(c: Candidate, limit: float) -> Plain:
     of_memory = ("peak", "tightest", "stage", "phases", "host")
     return {
         "gpus": c.split.ranks,
@@ -299,37 +259,9 @@ def read_inputs(args: argparse.Namespace) -> list[JobInput]:
         texts = [text for text in args.overrides if knows(job, text)]
         texts = [*(text for text in job.needs if text not in texts), *texts]
         texts += args.critic if number else []
-        cfg = job_config(job, model, read_overrides(texts), str(path))
+        cfg = job_config(job, model, texts, str(path))
         inputs.append(JobInput(job, str(path), cfg, vocab_size, texts))
     return inputs
-
-
-def chosen_jobs(kind: str, overrides: list[str]) -> tuple[Job, ...]:
-    """The jobs that run at the same time; PPO without a critic has a reward server in its place,
-    and only on-policy distillation and PPO with `teacher_kl_coef` a teacher. `ConfigError`: an
-    override that none of the jobs knows.
-    """
-    jobs = JOBS[kind]
-    given = Values(plain_dict(read_overrides(overrides)))
-    estimator = ADVANTAGE_ESTIMATORS.get(str(given.get("trainer.ppo.advantage_estimator")))
-    if kind == "ppo" and estimator is not None and not estimator.needs_critic:
-        jobs = (ACTOR, REWARD_SERVER)
-    if kind == "ppo" and given.get("trainer.ppo.teacher_kl_coef"):
-        jobs = (*jobs, TEACHER)
-    if kind == "distill" and given.get(ON_POLICY) is None:
-        jobs = (STUDENT,)
-    for text in overrides:
-        if not any(knows(job, text) for job in jobs):
-            check_keys(plain_dict(read_overrides([text])), jobs[0].config.name)
-    return jobs
-
-
-def knows(job: Job, override: str) -> bool:
-    try:
-        check_keys(plain_dict(read_overrides([override])), job.config.name)
-    except ConfigError:
-        return False
-    return True
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -345,11 +277,8 @@ def main(argv: list[str] | None = None) -> int:
         memory = read_memory(args.memory)
         machine = Machine(memory, memory * (1 - args.reserve / 100), args.gpus_per_node)
         plan = make_plan(read_inputs(args), args.gpus, machine)
-        shared = len(plan) > 1 and args.gpus == 1
-        if args.json:
-            print(json.dumps(plan_values(plan, machine, shared), indent=2))
-        else:
-            print(plan_text(plan, machine, shared, args.all))
+        values = plan_values(plan, machine, shared=len(plan) > 1 and args.gpus == 1)
+        print(json.dumps(values, indent=2) if args.json else plan_text(values, args.all))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

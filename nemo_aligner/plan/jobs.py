@@ -20,6 +20,7 @@ from nemo_aligner.config.peft_rules import trains_adapters
 from nemo_aligner.config.rollout_rules import asked_reshard, generation_sizes
 from nemo_aligner.config.values import Values, laid_over, plain_dict
 from nemo_aligner.core.errors import ConfigError
+from nemo_aligner.core.estimators import ADVANTAGE_ESTIMATORS
 from nemo_aligner.plan.memory import Workload
 from nemo_aligner.plan.parameters import Split
 
@@ -123,13 +124,41 @@ def read_overrides(texts: list[str]) -> DictConfig:
         raise ConfigError(f"an override cannot be read: {error}") from error
 
 
+def chosen_jobs(kind: str, overrides: list[str]) -> tuple[Job, ...]:
+    """The jobs that run at the same time; PPO without a critic has a reward server in its place,
+    and only on-policy distillation and PPO with `teacher_kl_coef` a teacher. `ConfigError`: an
+    override that none of the jobs knows.
+    """
+    jobs = JOBS[kind]
+    given = Values(plain_dict(read_overrides(overrides)))
+    estimator = ADVANTAGE_ESTIMATORS.get(str(given.get("trainer.ppo.advantage_estimator")))
+    if kind == "ppo" and estimator is not None and not estimator.needs_critic:
+        jobs = (ACTOR, REWARD_SERVER)
+    if kind == "ppo" and given.get("trainer.ppo.teacher_kl_coef"):
+        jobs = (*jobs, TEACHER)
+    if kind == "distill" and given.get(ON_POLICY) is None:
+        jobs = (STUDENT,)
+    for text in overrides:
+        if not any(knows(job, text) for job in jobs):
+            check_keys(plain_dict(read_overrides([text])), jobs[0].config.name)
+    return jobs
+
+
+def knows(job: Job, override: str) -> bool:
+    try:
+        check_keys(plain_dict(read_overrides([override])), job.config.name)
+    except ConfigError:
+        return False
+    return True
+
+
 def job_config(
-    job: Job, checkpoint: Mapping[str, Any], overrides: DictConfig, path: str
+    job: Job, checkpoint: Mapping[str, Any], overrides: list[str], path: str
 ) -> dict[str, Any]:
     """What the script of the job would compute with, as plain values. `ConfigError`: a key that
     the job does not have or that needs a value, or a reference that leads nowhere.
     """
-    given = overrides.copy()
+    given = read_overrides(overrides)
     for key, value in {job.config.restore_key: path, **UNRELATED}.items():
         if key in job.config.keys:
             OmegaConf.update(given, key, value, merge=False, force_add=True)
@@ -148,12 +177,6 @@ def job_config(
         return plain_dict(cfg, resolve=True)
     except OmegaConfBaseException as error:
         raise ConfigError(f"the configuration of the {job.name} has no value: {error}") from error
-
-
-def head_outputs(job: Job, model: Mapping[str, Any]) -> int:
-    if "model.regression.num_attributes" not in job.config.keys:
-        return 0
-    return int((model.get("regression") or {}).get("num_attributes") or 1)
 
 
 def read_workload(job: Job, cfg: Mapping[str, Any], split: Split) -> Workload:

@@ -35,6 +35,10 @@ GRAPHS = 96 << 20  # bytes that cuBLAS works in while a graph of a step runs, as
 PREFILL_TOKENS = 4096  # most tokens of one pass over prompts (generation/engine.py)
 
 
+def sum_of(parts: Parts) -> float:
+    return sum(parts.values())
+
+
 @dataclass(frozen=True)
 class Workload:
     """What a job computes at once."""
@@ -73,11 +77,11 @@ class RankMemory:
 
     @property
     def peak(self) -> float:
-        return max(sum(parts.values()) for parts in self.phases.values())
+        return max(map(sum_of, self.phases.values()))
 
     @property
     def tightest(self) -> str:
-        return max(self.phases, key=lambda name: sum(self.phases[name].values()))
+        return max(self.phases, key=lambda name: sum_of(self.phases[name]))
 
 
 # --- what stands all the time --------------------------------------------------------------------
@@ -105,22 +109,6 @@ def optimizer_bytes(
     return shared / replicas + trained.expert * own / max(replicas // split.ep, 1)
 
 
-def host_parts(a: Architecture, weights: Weights, split: Split, w: Workload) -> Parts:
-    """Of what is trained and of what takes turns with it."""
-    size = weight_bytes(a, weights.trained)
-    parts: Parts = {}
-    if w.reference and a.lora is None:
-        parts["reference policy"] = size
-        parts["policy while the reference computes"] = size
-    if w.swaps:
-        parts["reward model"] = size
-        parts["critic while the reward model computes"] = size
-    if w.offloads and w.trains and w.on_gpu:
-        moments = optimizer_bytes(a, weights, split, w, copies=False)
-        parts["Adam's states while not training"] = moments
-    return parts
-
-
 # --- one layer -----------------------------------------------------------------------------------
 
 
@@ -131,11 +119,11 @@ def norm_bytes(a: Architecture, on_gpu: bool) -> float:
     return (FP32 if a.lora else 2 * FP32) + a.number_bytes
 
 
-def attention_bytes(a: Architecture, split: Split, samples: int, w: Workload) -> float:
+def attention_bytes(a: Architecture, split: Split, w: Workload) -> float:
     """What the attention of a layer keeps, beside the input of its first matrix."""
     e, queries, keys = a.number_bytes, a.queries / split.tp, a.keys / split.tp
     positions = w.width / split.cp
-    tokens = samples * positions
+    tokens = w.samples * positions
     total = e * tokens * (2 * queries + 2 * keys)
     if a.rotary:
         total += e * tokens * (queries + keys) + 4 * e * positions * a.head_size
@@ -197,12 +185,12 @@ def feed_forward_bytes(a: Architecture, split: Split, tokens: float, on_gpu: boo
     return router + copies * e * (kept + a.hidden) + tokens * e * shared
 
 
-def layer_bytes(a: Architecture, split: Split, samples: int, w: Workload) -> float:
+def layer_bytes(a: Architecture, split: Split, w: Workload) -> float:
     """Of a micro-batch, for its backward pass."""
-    tokens = samples * w.width / split.cp
+    tokens = w.samples * w.width / split.cp
     residual = tokens / (split.tp if split.sequence_parallel else 1)
     total = a.norms * norm_bytes(a, w.on_gpu) * residual * a.hidden
-    total += attention_bytes(a, split, samples, w)
+    total += attention_bytes(a, split, w)
     total += feed_forward_bytes(a, split, tokens, w.on_gpu)
     total += adapter_bytes(a, split, tokens, residual)
     if a.dropout:
@@ -212,11 +200,8 @@ def layer_bytes(a: Architecture, split: Split, samples: int, w: Workload) -> flo
 
 def kept_bytes(a: Architecture, split: Split, stage: int, w: Workload) -> tuple[float, float]:
     """What the layers of a stage keep of one micro-batch, and what recomputation adds backward."""
-    kinds = [
-        (layer_bytes(kind, split, w.samples, w), count)
-        for kind, count in a.kinds_of(stage, split.pp)
-    ]
-    layers = a.layers_of(stage, split.pp)
+    kinds = [(layer_bytes(kind, split, w), count) for kind, count in a.kinds_of(stage, split.pp)]
+    layers = len(a.layers_of(stage, split.pp))
     total = sum(count * layer for layer, count in kinds)
     if w.recompute != "full":
         return total, 0.0
@@ -247,46 +232,35 @@ def layer_temporary(a: Architecture, split: Split, tokens: float) -> float:
 # --- logits --------------------------------------------------------------------------------------
 
 
-def logits_bytes(a: Architecture, split: Split, tokens: float) -> float:
-    """Of one copy of the logits of `tokens`, this rank's slice of the vocabulary."""
-    return tokens * a.vocab_rows / split.tp * a.number_bytes
-
-
-def copies_of_logits(split: Split, samples: int) -> int:
-    """With sequence parallelism Megatron Core copies logits of several samples to [B, S, V]."""
-    return 2 if split.sequence_parallel and samples > 1 else 1
-
-
-def chunk_bytes(
-    a: Architecture, split: Split, tokens: float, on_gpu: bool, training: bool
-) -> float:
-    """Of the fp32 buffers of the log-probs, which never hold all logits at once."""
-    most = CHUNK_ELEMENTS_GPU if on_gpu else CHUNK_ELEMENTS
+def logits_bytes(
+    a: Architecture, split: Split, samples: int, w: Workload, training: bool
+) -> tuple[float, float, float]:
+    """Of this rank's slice of the logits of `samples`; while they are copied; and of the fp32
+    buffers of the log-probs, which never hold all logits at once.
+    """
+    numbers = samples * w.width / split.cp * a.vocab_rows / split.tp
+    logits = numbers * a.number_bytes * (1 + (training and a.capped_logits))
+    # With sequence parallelism Megatron Core copies logits of several samples to [B, S, V].
+    copies = 2 if split.sequence_parallel and samples > 1 else 1
     count = CHUNKS_BF16 if a.number_bytes == BF16 else CHUNKS
     count = CHUNKS_WITH_ENTROPY if training else count
-    return count * FP32 * min(tokens * a.vocab_rows / split.tp, most)
+    most = CHUNK_ELEMENTS_GPU if w.on_gpu else CHUNK_ELEMENTS
+    return logits, copies * logits, count * FP32 * min(numbers, most)
 
 
-def output_bytes(a: Architecture, split: Split, samples: int, w: Workload) -> list[Parts]:
+def output_bytes(a: Architecture, split: Split, w: Workload) -> list[Parts]:
     """The moments between forward and backward pass, on the last stage, that may need most."""
     e = a.number_bytes
-    tokens = samples * w.width / split.cp
+    tokens = w.samples * w.width / split.cp
     residual = tokens / (split.tp if split.sequence_parallel else 1)
     norm = norm_bytes(a, w.on_gpu) * residual * a.hidden
-    gradient = e * tokens * a.hidden
-    if a.head_outputs:
-        wide = a.head_bytes * tokens * a.hidden  # the head computes in its own dtype
-        return [{ACTIVATIONS: norm, TEMPORARY: 2 * wide}]
-    logits = logits_bytes(a, split, tokens) * (1 + a.capped_logits)
+    if a.head_outputs:  # it computes in its own dtype
+        return [{ACTIVATIONS: norm, TEMPORARY: 2 * (a.head_bytes * tokens * a.hidden)}]
+    logits, copied, chunks = logits_bytes(a, split, w.samples, w, training=True)
     matrix = e * a.vocab_rows / split.tp * a.hidden if a.lora is None else 0.0
-    chunks = chunk_bytes(a, split, tokens, w.on_gpu, training=True)
     return [
         {ACTIVATIONS: norm, LOGITS: logits, TEMPORARY: chunks},
-        {
-            ACTIVATIONS: norm,
-            LOGITS: copies_of_logits(split, samples) * logits,
-            TEMPORARY: gradient + matrix,
-        },
+        {ACTIVATIONS: norm, LOGITS: copied, TEMPORARY: e * tokens * a.hidden + matrix},
     ]
 
 
@@ -313,7 +287,7 @@ def update_parts(a: Architecture, split: Split, stage: int, w: Workload) -> Part
     temporary = max(layer_temporary(kind, split, tokens) for kind, _ in kinds)
     moments = [{ACTIVATIONS: flights * kept + again, TEMPORARY: temporary}]
     if stage == split.pp - 1:
-        ends = output_bytes(a, split, w.samples, w)
+        ends = output_bytes(a, split, w)
         moments += [end | {ACTIVATIONS: flights * kept + end[ACTIVATIONS]} for end in ends]
     if stage == 0 and a.lora is None:  # at the end the gradient of the embedding table
         table = a.vocab_rows / split.tp * a.hidden * a.number_bytes
@@ -321,7 +295,7 @@ def update_parts(a: Architecture, split: Split, stage: int, w: Workload) -> Part
     if not w.on_gpu and w.distributed_optimizer and split.dp * split.cp > 1:
         # Gloo copies the gradients that it reduces and scatters.
         moments.append({TEMPORARY: FP32 * weights.trained.total})
-    return max(moments, key=lambda parts: sum(parts.values()))
+    return max(moments, key=sum_of)
 
 
 def forward_bytes(a: Architecture, split: Split, tokens: float, on_gpu: bool) -> float:
@@ -341,27 +315,25 @@ def forward_bytes(a: Architecture, split: Split, tokens: float, on_gpu: bool) ->
 
 def scoring_parts(a: Architecture, split: Split, stage: int, w: Workload) -> Parts:
     """For log-probs, values or rewards."""
-    samples = w.forward_samples
-    tokens = samples * w.width / split.cp
+    tokens = w.forward_samples * w.width / split.cp
     kinds = a.kinds_of(stage, split.pp)
     layers = max(forward_bytes(kind, split, tokens, w.on_gpu) for kind, _ in kinds)
     moments: list[Parts] = [{ACTIVATIONS: layers}]
     if stage == split.pp - 1 and a.head_outputs:
         moments.append({ACTIVATIONS: (2 * a.number_bytes + a.head_bytes) * tokens * a.hidden})
     elif stage == split.pp - 1:
-        logits = logits_bytes(a, split, tokens)
+        logits, copied, chunks = logits_bytes(a, split, w.forward_samples, w, training=False)
         hidden = 2 * a.number_bytes * tokens * a.hidden
-        chunks = chunk_bytes(a, split, tokens, w.on_gpu, training=False)
-        moments.append({ACTIVATIONS: hidden, LOGITS: copies_of_logits(split, samples) * logits})
+        moments.append({ACTIVATIONS: hidden, LOGITS: copied})
         moments.append({LOGITS: logits, TEMPORARY: chunks})
-    return max(moments, key=lambda parts: sum(parts.values()))
+    return max(moments, key=sum_of)
 
 
 def cache_bytes(a: Architecture, split: Split, stage: int, w: Workload) -> float:
     """Of keys and values of all positions; context-parallel ranks divide the samples."""
     samples = -(-w.rollout_samples // split.cp)
     per_layer = 2 * a.keys / split.tp * a.number_bytes * samples * w.width
-    return a.layers_of(stage, split.pp) * per_layer
+    return len(a.layers_of(stage, split.pp)) * per_layer
 
 
 def generation_parts(a: Architecture, split: Split, stage: int, w: Workload) -> Parts:
@@ -370,14 +342,15 @@ def generation_parts(a: Architecture, split: Split, stage: int, w: Workload) -> 
     parts: Parts = {}
     if w.merges:
         parts[MERGED] = weights.merged * a.number_bytes
-    trained, (tp, pp) = (split.tp, split.pp), w.generation or (split.tp, split.pp)
-    if (tp, pp) != trained:
+    tp, pp = w.generation or (split.tp, split.pp)
+    if (tp, pp) != (split.tp, split.pp):
         # Copies divide the samples of a policy, or one copy has those of several.
         w = replace(w, rollout_samples=-(-w.rollout_samples * tp * pp // (split.tp * split.pp)))
-        split, stage, own = replace(split, tp=tp, pp=pp), pp - 1, weights
+        stays, own = (tp, pp) == (split.tp, 1), weights
+        split, stage = replace(split, tp=tp, pp=pp), pp - 1
         weights = count_weights(a, split, stage)
         moved = weights.dense + weights.expert
-        if (tp, pp) == (trained[0], 1):  # the stage's own stay where they are
+        if stays:  # what the stage has itself
             moved -= own.dense + own.expert
         parts[GATHERED] = moved * a.number_bytes
     if w.cache_memory:
@@ -395,7 +368,7 @@ def generation_parts(a: Architecture, split: Split, stage: int, w: Workload) -> 
     moments: list[Parts] = [{ACTIVATIONS: layers}]
     if stage == split.pp - 1:
         moments.append({LOGITS: samples * a.vocab_rows * (a.number_bytes + SAMPLING_BYTES)})
-    most = max(moments, key=lambda parts: sum(parts.values()))
+    most = max(moments, key=sum_of)
     if w.graphs and w.on_gpu and split.tp * split.pp == 1 and not a.experts:
         most = {**moments[0], **moments[1], TEMPORARY: GRAPHS}
     return {CACHE: cache_bytes(a, split, stage, w), **most, **parts}
@@ -405,13 +378,18 @@ def rank_memory(a: Architecture, split: Split, stage: int, w: Workload) -> RankM
     weights = count_weights(a, split, stage)
     standing: Parts = {WEIGHTS: weight_bytes(a, weights)}
     if w.trains:
-        standing |= {
-            GRADIENTS: FP32 * weights.trained.total,
-            OPTIMIZER: optimizer_bytes(a, weights, split, w),
-        }
-    resting = dict(standing)
+        standing[GRADIENTS] = FP32 * weights.trained.total
+        standing[OPTIMIZER] = optimizer_bytes(a, weights, split, w)
+    resting, host = dict(standing), Parts()
+    trained = weight_bytes(a, weights.trained)
+    if w.reference and a.lora is None:
+        host["reference policy"] = host["policy while the reference computes"] = trained
+    if w.swaps:
+        host["reward model"] = host["critic while the reward model computes"] = trained
     if w.trains and w.offloads and w.on_gpu:
-        resting[OPTIMIZER] -= optimizer_bytes(a, weights, split, w, copies=False)
+        moments = optimizer_bytes(a, weights, split, w, copies=False)
+        host["Adam's states while not training"] = moments
+        resting[OPTIMIZER] -= moments
     phases: dict[str, Parts] = {}
     if w.rollout_samples:
         phases["generation"] = resting | generation_parts(a, split, stage, w)
@@ -420,7 +398,7 @@ def rank_memory(a: Architecture, split: Split, stage: int, w: Workload) -> RankM
         phases[name] = resting | scoring_parts(a, split, stage, w)
     if w.trains:
         phases["update"] = standing | update_parts(a, split, stage, w)
-    return RankMemory(phases, host_parts(a, weights, split, w), stage)
+    return RankMemory(phases, host, stage)
 
 
 def job_memory(a: Architecture, split: Split, w: Workload) -> RankMemory:

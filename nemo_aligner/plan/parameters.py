@@ -76,15 +76,16 @@ class Architecture:
     def keys(self) -> int:
         return self.groups * self.head_size
 
-    def layers_of(self, stage: int, pp: int) -> int:
-        return self.stages[stage] if self.stages else self.layers // pp
+    def layers_of(self, stage: int, pp: int) -> range:
+        """The numbers of the layers of a pipeline stage."""
+        counts = self.stages or [self.layers // pp] * pp
+        return range(sum(counts[:stage]), sum(counts[: stage + 1]))
 
     def kinds_of(self, stage: int, pp: int) -> list[tuple["Architecture", int]]:
         """The layers of a pipeline stage by kind, dense or with experts: (all so, how many)."""
         layers = self.layers_of(stage, pp)
-        first = sum(self.layers_of(before, pp) for before in range(stage))
-        dense = sum(first <= layer < first + layers for layer in self.dense_layers)
-        kinds = [(self, layers - dense), (replace(self, experts=0, shared_ffn=0), dense)]
+        dense = len(set(layers) & set(self.dense_layers))
+        kinds = [(self, len(layers) - dense), (replace(self, experts=0, shared_ffn=0), dense)]
         return [(kind, count) for kind, count in kinds if count]
 
     def linear_layers(self) -> dict[str, tuple[int, int, int]]:
@@ -140,6 +141,10 @@ def read_architecture(
     ffn = v.size("model.ffn_hidden_size")
     learned = model["position_embedding_type"] == "learned_absolute"
     number_bytes = FP32 if dtype_name(model["precision"]) == "float32" else BF16
+    pattern = model.get("moe_layer_freq") or 1
+    if isinstance(pattern, int):
+        pattern = [layer % pattern == 0 for layer in range(model["num_layers"])]
+    dense_layers = tuple(layer for layer, has_experts in enumerate(pattern) if not has_experts)
     narrow_head = str(model.get("force_head_dtype", "float32")).lower() in ("bf16", "bfloat16")
     return Architecture(
         layers=v.size("model.num_layers"),
@@ -169,7 +174,7 @@ def read_architecture(
         experts_per_token=v.whole("model.moe_router_topk") or 0 if experts else 0,
         shared_ffn=(model.get("moe_shared_expert_intermediate_size") or 0) if experts else 0,
         shared_gate=bool(model.get("moe_shared_expert_gate")),
-        dense_layers=_dense_layers(model) if experts else (),
+        dense_layers=dense_layers if experts else (),
         number_bytes=number_bytes,
         head_outputs=head_outputs,
         # The head is never narrower than the model.
@@ -183,20 +188,12 @@ def read_architecture(
     )
 
 
-def _dense_layers(model: Mapping[str, Any]) -> tuple[int, ...]:
-    pattern = model.get("moe_layer_freq") or 1
-    if isinstance(pattern, int):
-        return tuple(layer for layer in range(model["num_layers"]) if layer % pattern)
-    return tuple(layer for layer, one in enumerate(pattern) if not one)
-
-
 def count_layer(a: Architecture, tp: int = 1, ep: int = 1) -> Weights:
-    norms = a.norms * _norm(a)
     qkv_width, proj_width = (a.queries + 2 * a.keys) // tp, a.queries // tp
     qkv = a.hidden * qkv_width + (qkv_width if a.qkv_bias else 0)
     # The bias after a matrix that is split along its input exists once, on every rank.
     proj = proj_width * a.hidden + (a.hidden if a.bias else 0)
-    attention = norms + qkv + proj
+    attention = a.norms * a.hidden * (1 + a.layernorm) + qkv + proj
     if a.qk_norm:  # one for the queries and one for the keys
         widths = a.queries + a.keys if a.all_heads else 2 * a.head_size
         attention += widths * (1 + a.layernorm)
@@ -222,9 +219,8 @@ def count_adapters(a: Architecture, split: Split, stage: int = 0) -> tuple[int |
         own += a.lora.dim * blocks * inputs // (1 if by_rows else split.tp)
         own += a.lora.dim * outputs // (split.tp if by_rows else 1)
         merged += inputs * outputs // split.tp
-    first = sum(a.layers_of(before, split.pp) for before in range(stage))
-    layers = range(first + 1, first + a.layers_of(stage, split.pp) + 1)
-    chosen = len(layers) if a.lora.layers is None else len(set(layers) & set(a.lora.layers))
+    layers = [layer + 1 for layer in a.layers_of(stage, split.pp)]
+    chosen = len(layers if a.lora.layers is None else set(layers) & set(a.lora.layers))
     return own * (min(chosen, 1) if a.lora.weight_tying else chosen), merged * chosen
 
 
@@ -236,24 +232,19 @@ def count_weights(a: Architecture, split: Split = ONE_RANK, stage: int = 0) -> W
         (count_layer(kind, split.tp, split.ep), count)
         for kind, count in a.kinds_of(stage, split.pp)
     ]
-    first, last = stage == 0, stage == split.pp - 1
     table = a.vocab_rows // split.tp * a.hidden
     dense = sum(count * layer.dense for layer, count in layers)
     expert = sum(count * layer.expert for layer, count in layers)
     head = 0
-    if first:
+    if stage == 0:
         dense += table + a.positions * a.hidden
-    if last:
-        dense += _norm(a)
+    if stage == split.pp - 1:
+        dense += a.hidden * (1 + a.layernorm)
         if a.head_outputs:
             head = (a.hidden // split.tp + 1) * a.head_outputs
-        elif not a.tied or not first:  # a tied table has a copy where the output is
+        elif not a.tied or stage > 0:  # a tied table has a copy where the output is
             dense += table
     return Weights(dense, expert, head, *count_adapters(a, split, stage))
-
-
-def _norm(a: Architecture) -> int:
-    return a.hidden * (1 + a.layernorm)
 
 
 def _feed_forward(a: Architecture, width: int) -> int:

@@ -20,7 +20,7 @@ from nemo_aligner.config.parallel_rules import check_architecture, count_vocab_r
 from nemo_aligner.config.rules import check_values
 from nemo_aligner.config.values import Values, laid_over
 from nemo_aligner.core.errors import ConfigError, UserError
-from nemo_aligner.plan.jobs import STEERLM2, Job, head_outputs, read_workload
+from nemo_aligner.plan.jobs import STEERLM2, Job, read_workload
 from nemo_aligner.plan.memory import RankMemory, Workload, job_memory, rank_memory
 from nemo_aligner.plan.parameters import Architecture, Split, read_architecture
 
@@ -52,6 +52,15 @@ class JobInput:
     cfg: Mapping[str, Any]  # `jobs.job_config`
     vocab_size: int  # ids of the tokenizer
     overrides: list[str]  # the user's
+
+    def architecture(self, tp: int) -> Architecture:
+        """Of its model, with a vocabulary that is padded for `tp` ranks."""
+        model = self.cfg["model"]
+        rows = count_vocab_rows({**model, "tensor_model_parallel_size": tp}, self.vocab_size)
+        outputs = 0
+        if "model.regression.num_attributes" in self.job.config.keys:
+            outputs = int((model.get("regression") or {}).get("num_attributes") or 1)
+        return read_architecture(model, rows, outputs)
 
 
 @dataclass(frozen=True)
@@ -99,6 +108,7 @@ def split_keys(split: Split, gpus_per_node: int) -> dict[str, Any]:
 def obstacle(item: JobInput) -> str:
     """The first rule that does not let the job start at the split in `cfg`; empty if it can."""
     job, cfg, model = item.job, item.cfg, item.cfg["model"]
+    devices = cfg["trainer"]["devices"]
     try:
         check_architecture(model, fixed=True)  # the quick one first
         count_vocab_rows(model, item.vocab_size)
@@ -107,13 +117,7 @@ def obstacle(item: JobInput) -> str:
             from nemo_aligner.models.nlp.gpt.megatron_config import build_transformer_config
 
             build_transformer_config(OmegaConf.create(model))
-        check_values(
-            dict(cfg),
-            job.config.name,
-            complete=True,
-            visible_devices=cfg["trainer"]["devices"],
-            env={},
-        )
+        check_values(dict(cfg), job.config.name, complete=True, visible_devices=devices, env={})
         if job is STEERLM2:
             check_steerlm2(Values(dict(cfg)))
     except ConfigError as error:
@@ -138,10 +142,14 @@ def relative_cost(w: Workload, given: Workload, split: Split) -> float:
     return cost
 
 
-def fit_passes(a: Architecture, split: Split, w: Workload, limit: float) -> Workload:
+def fit_passes(
+    job: Job, a: Architecture, split: Split, given: Workload, limit: float
+) -> tuple[Workload, dict[str, Any]]:
     """The workload with as many samples per pass without gradient, and responses, as fit: the
-    largest of the given number, half of it, ... 1 that does, or 1. An odd number becomes 1.
+    largest of the given number, half of it, ... 1 that does, or 1. An odd number becomes 1. And
+    the keys of the passes that were made smaller.
     """
+    w, keys = given, dict[str, Any]()
     scoring = "scores" if a.head_outputs else "log-probs"
     for name, phase, unit in (
         ("forward_samples", scoring, w.unit),
@@ -152,34 +160,26 @@ def fit_passes(a: Architecture, split: Split, w: Workload, limit: float) -> Work
             count = count // 2 if count % 2 == 0 else 1
             smaller: dict[str, Any] = {name: count * unit}
             w = replace(w, **smaller)
-    return w
-
-
-def pass_keys(job: Job, w: Workload, given: Workload) -> dict[str, Any]:
-    """The keys of the passes that were made smaller."""
-    keys: dict[str, Any] = {}
     if w.forward_samples != given.forward_samples and w.by_tokens:
         keys["model.dynamic_micro_batch_tokens"] = w.forward_samples * w.width
     elif w.forward_samples != given.forward_samples:
         keys[job.forward_key] = w.forward_samples // w.unit
     if w.rollout_samples != given.rollout_samples:
         keys |= dict.fromkeys(job.rollout_keys, w.rollout_samples)
-    return keys
+    return w, keys
 
 
 def candidate(
     item: JobInput, split: Split, machine: Machine, recompute: str | None, limit: float
 ) -> Candidate:
     """One way to run a job, with passes as large as fit `limit` bytes; it may not fit itself."""
-    model = item.cfg["model"]
-    rows = count_vocab_rows(model, item.vocab_size)
-    a = read_architecture(model, rows, head_outputs(item.job, model))
+    a = item.architecture(split.tp)
     given = read_workload(item.job, item.cfg, split)
     keys: dict[str, Any] = {}
     if recompute != given.recompute:
         given = replace(given, recompute=recompute, recompute_layers=1, block=False)
         keys |= {f"model.{key}": value for key, value in RECOMPUTE_KEYS.items()}
-    workload = fit_passes(a, split, given, limit)
+    workload, smaller = fit_passes(item.job, a, split, given, limit)
     ranks_on_node = min(split.ranks, machine.gpus_per_node)
     stages = [rank_memory(a, split, stage, workload) for stage in range(split.pp)]
     return Candidate(
@@ -189,7 +189,7 @@ def candidate(
         sum(memory.peak for memory in stages) * split.ranks / split.pp,
         max(sum(memory.host.values()) for memory in stages) * ranks_on_node,
         relative_cost(workload, given, split),
-        keys | pass_keys(item.job, workload, given),
+        keys | smaller,
     )
 
 

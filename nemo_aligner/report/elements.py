@@ -277,9 +277,8 @@ def timeline_svg(jobs: list[JobRecord]) -> str:
             left = LANES_LEFT + (max(phase.start, start) - start) * scale
             width = (min(phase.end, end) - max(phase.start, start)) * scale
             color = next((value for key, value in COLOURS.items() if key in phase.name), "idle")
-            tip = (
-                f"{phase.name}, step {format_number(phase.step)}: {phase.end - phase.start:.3f} s"
-            )
+            step, seconds_of = format_number(phase.step), phase.end - phase.start
+            tip = f"{phase.name}, step {step}: {seconds_of:.3f} s"
             size = f'x="{left:.1f}" y="{y + 3}" width="{max(width, 0.5):.1f}" height="{LANE - 6}"'
             parts.append(f'<rect class="{color}" {size}><title>{escape(tip)}</title></rect>')
             if len(phase.name) * LEAST_LABEL < width:

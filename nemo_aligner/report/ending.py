@@ -20,7 +20,7 @@ from nemo_aligner.checkpoint.folders import CHECKPOINTS, STATE_FILE, complete_ch
 from nemo_aligner.config.fields import RESTORE_KEY
 from nemo_aligner.report.elements import format_number
 from nemo_aligner.report.page import write_report
-from nemo_aligner.report.reading import alarms, read_run, what_it_learned
+from nemo_aligner.report.reading import alarms, ends_of, read_run, what_it_learned
 
 PACKAGE = Path(__file__).resolve().parents[1]
 SHARE = 0.02  # of the time of a job that writing its report takes
@@ -89,9 +89,8 @@ def last_lines(folder: Path, config_name: str, nothing_is_kept: str | None = Non
     validations = []
     for key, title in what_it_learned(job).items():
         if key.startswith("val"):
-            curve = job.series[key]
-            ends = sorted({min(curve), max(curve)})
-            values = [f"{format_number(curve[step])} (step {step})" for step in ends]
+            ends = ends_of(job.series[key])
+            values = [f"{format_number(value)} (step {step})" for step, value in ends.items()]
             validations.append(f"{title.partition(',')[0]} {' -> '.join(values)}")
     _steps, rung = alarms(job)
     place = Path(os.path.relpath(folder))
@@ -111,15 +110,11 @@ def last_lines(folder: Path, config_name: str, nothing_is_kept: str | None = Non
         model = max(times, key=lambda path: times[path].stat().st_mtime_ns)
         rows.append(("model", model))
         target = model.with_name(f"{model.name.removesuffix('.nemo')}-hf")
-        filled = {"MODEL": str(model), "TARGET": str(target), "BASED": _word(RESTORE_KEY, model)}
+        is_plain = re.fullmatch(r"[\w./-]+", str(model), re.ASCII)  # else with quotes for Hydra
+        word = model if is_plain else QuotedString(str(model), Quote.double).with_quotes()
+        filled = {"MODEL": str(model), "TARGET": str(target), "BASED": f"{RESTORE_KEY}={word}"}
         for command in NEXT.get(config_name, USE):
             if "TARGET" not in command or not target.exists():
                 words = [shlex.quote(filled[w]) if w in filled else w for w in command.split(" ")]
                 rows.append(("next", " ".join(["nemo-aligner", *words])))
     return "\n".join(f"{name:>10}: {text}" for name, text in rows)
-
-
-def _word(key: str, path: Path) -> str:
-    """The word of a command line that sets `key`, with quotes where Hydra needs them."""
-    is_plain = re.fullmatch(r"[\w./-]+", str(path), re.ASCII)
-    return f"{key}={path if is_plain else QuotedString(str(path), Quote.double).with_quotes()}"

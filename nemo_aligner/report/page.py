@@ -33,6 +33,7 @@ from nemo_aligner.report.reading import (
     Curve,
     JobRecord,
     alarms,
+    ends_of,
     read_run,
     what_it_learned,
 )
@@ -89,40 +90,34 @@ def _compared(jobs: list[JobRecord]) -> str:
     """The section with the curves of several jobs over each other."""
     shown: dict[str, dict[str, Curve]] = {}
     rest: dict[str, dict[str, Curve]] = {}
+    colors = {job.name: color_of(number) for number, job in enumerate(jobs)}
     for job in jobs:
         titles = what_it_learned(job)
         for key in {**titles, **job.series}:
             if not key.startswith(TIMES):
                 charts = shown if key in titles or key in TRAINED else rest
-                curves = charts.setdefault(titles.get(key, key), {each.name: {} for each in jobs})
+                curves = charts.setdefault(titles.get(key, key), {name: {} for name in colors})
                 curves[job.name] = job.series[key]
-    colors = [color_of(number) for number in range(len(jobs))]
-    legend = "".join(
-        f'<span class="{color}">{escape(job.name)}</span> '
-        for color, job in zip(colors, jobs, strict=True)
-    )
-    rows = [(title, *map(_ends, curves.values())) for title, curves in shown.items()]
-    ends = table([("first, last", *(job.name for job in jobs)), *rows], colors=colors)
+    spans = (f'<span class="{kind}">{escape(name)}</span> ' for name, kind in colors.items())
+    rows = [("first, last", *colors)]
+    for title, curves in shown.items():
+        ends = (", ".join(map(format_number, ends_of(c).values())) for c in curves.values())
+        rows.append((title, *ends))
     more = chart_grid([*rest.items()], labels=False)
     return (
-        f'<section><h2>Compared</h2>{ends}<p class="legend">{legend}</p>'
+        f"<section><h2>Compared</h2>{table(rows, colors=[*colors.values()])}"
+        f'<p class="legend">{"".join(spans)}</p>'
         f"{chart_grid([*shown.items()], labels=False)}"
         f"{folded(f'More curves ({len(rest)})', more)}</section>\n"
     )
-
-
-def _ends(curve: Curve) -> str:
-    ends = sorted({min(curve), max(curve)}) if curve else []
-    return ", ".join(format_number(curve[step]) for step in ends)
 
 
 def _job_section(job: JobRecord, anchor: str) -> str:
     notes = []
     if job.started is not None and job.updated is not None:
         minutes = (job.updated - job.started) / 60
-        notes.append(
-            f"First metric {when(job.started)}, last {when(job.updated)} ({minutes:.1f} minutes)."
-        )
+        first, last = when(job.started), when(job.updated)
+        notes.append(f"First metric {first}, last {last} ({minutes:.1f} minutes).")
     if job.broken_lines:
         notes.append(f"{job.broken_lines} unreadable line(s) were left out.")
     titles = what_it_learned(job)
@@ -152,19 +147,16 @@ def _learned(job: JobRecord, titles: dict[str, str]) -> str:
     charts: dict[str, dict[str, Curve]] = {}
     rows = [("", "first", "last", "change")]
     for key, title in titles.items():
-        curve = job.series[key]
-        first, last = min(curve), max(curve)
-        before, change = "", ""
-        if first != last:
-            before, change = _at(curve, first), f"{curve[last] - curve[first]:+.4g}"
-        rows.append((title, before, _at(curve, last), change))
-        charts.setdefault(title.partition(",")[0], {})[key.rpartition("/")[0]] = curve
+        ends = ends_of(job.series[key])
+        *first, last = (
+            f"{format_number(value)} (step {format_number(step)})" for step, value in ends.items()
+        )
+        values = [*ends.values()]
+        change = f"{values[-1] - values[0]:+.4g}" if first else ""
+        rows.append((title, "".join(first), last, change))
+        charts.setdefault(title.partition(",")[0], {})[key.rpartition("/")[0]] = job.series[key]
     moving = [chart for chart in charts.items() if len({*values_of(chart[1])}) > 1]
     return f"<h3>Did it learn?</h3>{table(rows)}{chart_grid(moving)}"
-
-
-def _at(curve: Curve, step: float) -> str:
-    return f"{format_number(curve[step])} (step {format_number(step)})"
 
 
 def _alarms(job: JobRecord) -> str:
@@ -175,33 +167,24 @@ def _alarms(job: JobRecord) -> str:
     if active:
         listed = ", ".join(map(format_number, active[:MAX_SAMPLES]))
         more = ", ..." if len(active) > MAX_SAMPLES else ""
-        kind, said = (
-            "bad",
-            (
-                f"Warnings in {len(active)} of {len(steps)} logged steps ({listed}{more}); "
-                "the job's log says which."
-            ),
-        )
+        kind, said = "bad", f"Warnings in {len(active)} of {len(steps)} logged steps "
+        said += f"({listed}{more}); the job's log says which."
     rows: list[tuple[str, ...]] = [("watched", "worst", "last")]
     for title, key, worst in WATCHED:
-        if key in job.series:
-            curve = job.series[key]
+        if curve := job.series.get(key):
             values = worst(curve.values()), curve[max(curve)]
             rows.append((title, *map(format_number, values)))
     return f'<h3>Alarms</h3><p class="{kind}">{escape(said)}</p>{table(rows)}'
 
 
 def _timer_table(series: dict[str, Curve]) -> str:
-    timers = []
-    for key, curve in series.items():
-        if key.startswith(TIMES):
-            name, total, count = key.removeprefix(TIMES), sum(curve.values()), len(curve)
-            mean, longest = f"{total / count:.3f}", f"{max(curve.values()):.3f}"
-            timers.append((total, (name, count, mean, longest, f"{total:.1f}")))
-    timers.sort(key=lambda timer: -timer[0])
-    return table(
-        [("phase", "times", "mean, s", "longest, s", "total, s"), *(r for _, r in timers)]
-    )
+    totals = {key: sum(curve.values()) for key, curve in series.items() if key.startswith(TIMES)}
+    rows: list[tuple[object, ...]] = [("phase", "times", "mean, s", "longest, s", "total, s")]
+    for key, total in sorted(totals.items(), key=lambda item: -item[1]):
+        count, longest = len(series[key]), max(series[key].values())
+        times = f"{total / count:.3f}", f"{longest:.3f}", f"{total:.1f}"
+        rows.append((key.removeprefix(TIMES), count, *times))
+    return table(rows)
 
 
 # ----------------------------------------------------------------------------------------- samples

@@ -130,6 +130,11 @@ def _read_jsonl(path: Path, job: JobRecord) -> Iterator[dict[str, Any]]:
                 job.broken_lines += 1
 
 
+def ends_of(curve: Curve) -> Curve:
+    """The first and the last value, or the only one, or none."""
+    return {end(curve): curve[end(curve)] for end in (min, max) if curve}
+
+
 # Measures, and metrics that may hold each; the first one that exists counts.
 POLICY_MEASURES = """
 reward, validation: val_rollouts/rewards val_rollouts/global_rewards

@@ -143,7 +143,11 @@ class _JsonLines:
     def write(self, record: dict[str, Any]) -> None:
         if self._number is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            _drop_torn_line(self.path)
+            if self.path.exists() and self.path.stat().st_size:
+                with open(self.path, "rb+") as file:
+                    content = file.read()
+                    if not content.endswith(b"\n"):  # a killed job left a part of a line
+                        file.truncate(content.rfind(b"\n") + 1)
             self._number = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
         try:
             line = json.dumps(record, allow_nan=False, ensure_ascii=False)
@@ -181,16 +185,6 @@ class _JsonLines:
             raise UserError(
                 f"{self.path}: {error.strerror}; its last {lost} bytes are lost. Free some space."
             )
-
-
-def _drop_torn_line(path: Path) -> None:
-    """Remove a last line without newline, which a killed job left."""
-    if not path.exists() or path.stat().st_size == 0:
-        return
-    with open(path, "rb+") as file:
-        content = file.read()
-        if not content.endswith(b"\n"):
-            file.truncate(content.rfind(b"\n") + 1)
 
 
 def _number(key: str, value: Any) -> float:

@@ -46,23 +46,13 @@ from nemo_aligner.parallel.collectives import (
 )
 from nemo_aligner.parallel.device import get_device
 from nemo_aligner.parallel.megatron_switches import changed, take_balance_table
-from nemo_aligner.training.passes import (
-    FORWARD,
-    TRAIN,
-    Plan,
-    attended_pairs,
-    count_tokens,
-    has_balance_losses,
-    pass_flops,
-    plan_of_rank,
-    take_balance_losses,
-)
+from nemo_aligner.training import passes
 
 Batch = dict[str, torch.Tensor]
 ModelChunks = Sequence[torch.nn.Module]
 
 
-def _micro_batches(batch: Batch, plan: Plan) -> Iterator[Batch]:
+def _micro_batches(batch: Batch, plan: passes.Plan) -> Iterator[Batch]:
     """The samples of each micro-batch on the device, cut to the columns that it computes."""
     whole = batch["tokens"].size(1)
     for part in plan:
@@ -154,7 +144,7 @@ def _crop(
 def _run_schedule(
     model_chunks: ModelChunks,
     batch: Batch,
-    plan: Plan,
+    plan: passes.Plan,
     consume: Callable[[torch.Tensor, Batch], Any],
     model_inputs: Iterable[str],
     forward_only: bool,
@@ -245,8 +235,8 @@ def forward_backward(
         together: so many consecutive samples stay in one micro-batch, in their order.
     """
     config = get_model_config(model_chunks[0])
-    balanced = has_balance_losses(config)
-    plan = plan_of_rank(
+    balanced = passes.has_balance_losses(config)
+    plan = passes.plan_of_rank(
         model_chunks,
         batch["tokens"],
         None if balanced else lengths,
@@ -256,7 +246,7 @@ def forward_backward(
         keep_order=keep_order or balanced,
         together=together,
     )
-    _count(FORWARD if forward_only else TRAIN, model_chunks[0], plan, lengths, batch)
+    _count(passes.FORWARD if forward_only else passes.TRAIN, model_chunks[0], plan, lengths, batch)
     scale = len(plan) * parallel_state.get_data_parallel_world_size()
     totals: dict[str, torch.Tensor] = {}
     losses: list[torch.Tensor] = []
@@ -276,7 +266,7 @@ def forward_backward(
     metrics, moments = _sum_over_data_parallel(totals)
     if not forward_only:
         check_finite(model_chunks, metrics["loss"], losses, [part.rows for part in plan])
-        metrics |= take_balance_losses(config, len(plan))
+        metrics |= passes.take_balance_losses(config, len(plan))
     return metrics, moments
 
 
@@ -322,8 +312,8 @@ def forward_collect(
     """
     rows, columns = batch["tokens"].shape
     sizes = micro_batch_size, micro_batch_tokens
-    plan = plan_of_rank(model_chunks, batch["tokens"], lengths, *sizes, training=False)
-    _count(FORWARD, model_chunks[0], plan, lengths, batch)
+    plan = passes.plan_of_rank(model_chunks, batch["tokens"], lengths, *sizes, training=False)
+    _count(passes.FORWARD, model_chunks[0], plan, lengths, batch)
     outputs = _run_schedule(model_chunks, batch, plan, output_fn, model_inputs, forward_only=True)
     collected = None
     if parallel_state.is_pipeline_last_stage():
@@ -336,7 +326,11 @@ def forward_collect(
 
 
 def _count(
-    phase: str, model: torch.nn.Module, plan: Plan, lengths: torch.Tensor | None, batch: Batch
+    phase: str,
+    model: torch.nn.Module,
+    plan: passes.Plan,
+    lengths: torch.Tensor | None,
+    batch: Batch,
 ) -> None:
     rows, width = batch["tokens"].shape
     lengths = torch.full((rows,), width) if lengths is None else lengths
@@ -344,13 +338,13 @@ def _count(
     if "packed_position_ids" in batch:
         pairs = int((batch["packed_position_ids"] + 1).sum())
     else:
-        pairs = attended_pairs(lengths)
-    flops = pass_flops(model, real, pairs, training=phase == TRAIN)
-    count_tokens(phase, rows, real, sum(part.tokens for part in plan), flops)
+        pairs = passes.attended_pairs(lengths)
+    flops = passes.pass_flops(model, real, pairs, training=phase == passes.TRAIN)
+    passes.count_tokens(phase, rows, real, sum(part.tokens for part in plan), flops)
 
 
 def _in_order(
-    outputs: Sequence[torch.Tensor], plan: Plan, rows: int, columns: int | None
+    outputs: Sequence[torch.Tensor], plan: passes.Plan, rows: int, columns: int | None
 ) -> torch.Tensor:
     """`[rows, ...]` in the order of the batch, from `[b, ...]` of each micro-batch. Positions of
     outputs are filled up to `columns`, less what they lack of a micro-batch's; None: equal shapes.
@@ -408,8 +402,19 @@ def check_finite(
     if not wrong.any():
         return
     bad_loss, bad_gradient = wrong.tolist()
-    mine = _where_loss_is_wrong(shares, rows), _weights_with_wrong_gradients(model_chunks)
-    by_rank = gathered(mine)
+    rank, place = parallel_state.get_data_parallel_rank(), ""
+    first = next((part for share, part in zip(shares, rows) if not share.isfinite()), None)
+    if first is not None:
+        samples = f"sample{'s' * (len(first) > 1)} {', '.join(map(str, sorted(first)))}"
+        place = f"first in {samples} of the share of data-parallel rank {rank}"
+    weights = [
+        name.removeprefix("module.").removeprefix("module.")
+        for chunk in model_chunks
+        if isinstance(chunk, DistributedDataParallel)
+        for name, parameter in chunk.named_parameters()
+        if parameter.requires_grad and not parameter.main_grad.isfinite().all()
+    ]
+    by_rank = gathered((place, weights))
     places = [place for place, _ in by_rank if place]
     names = sorted({name for _, names in by_rank for name in names})
     parts = []
@@ -431,24 +436,3 @@ def _gradients_are_finite(model_chunks: Sequence[torch.nn.Module]) -> bool:
                 if not norm.isfinite() and not buffer.grad_data.isfinite().all():
                     return False
     return True
-
-
-def _weights_with_wrong_gradients(model_chunks: Sequence[torch.nn.Module]) -> list[str]:
-    return [
-        name.removeprefix("module.").removeprefix("module.")
-        for chunk in model_chunks
-        if isinstance(chunk, DistributedDataParallel)
-        for name, parameter in chunk.named_parameters()
-        if parameter.requires_grad and not parameter.main_grad.isfinite().all()
-    ]
-
-
-def _where_loss_is_wrong(
-    shares: Sequence[torch.Tensor], rows: Sequence[Sequence[int]]
-) -> str | None:
-    for share, samples in zip(shares, rows):
-        if not share.isfinite():
-            kind, named = "sample" + "s" * (len(samples) > 1), ", ".join(map(str, sorted(samples)))
-            rank = parallel_state.get_data_parallel_rank()
-            return f"first in {kind} {named} of the share of data-parallel rank {rank}"
-    return None

@@ -33,17 +33,9 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from nemo.utils import logging
 from omegaconf import DictConfig
 
+from nemo_aligner.config import optim_rules
 from nemo_aligner.config.inert_keys import to_plain
 from nemo_aligner.config.megatron_fields import OPTIM_REFUSED, core_errors, passed_fields
-from nemo_aligner.config.optim_rules import (
-    CONSTANT_SCHEDULES,
-    OPTIMIZERS,
-    OWN_SCHEDULES,
-    SCHEDULES,
-    check_optim,
-    steps_of,
-    unread_keys,
-)
 from nemo_aligner.core.errors import ConfigError, NonFiniteError
 from nemo_aligner.core.types import Optimizer, Scheduler
 from nemo_aligner.parallel import parallel_state
@@ -65,7 +57,7 @@ def wrap_with_ddp(
     """Wrap every chunk in Megatron's DistributedDataParallel, with hooks; all ranks call it.
     `ConfigError`: an unknown name or unusable value (`check_optim`).
     """
-    check_optim(optim_cfg)
+    optim_rules.check_optim(optim_cfg)
     for chunk in model_chunks:
         for name, parameter in chunk.named_parameters():
             if EXPERTS in name:
@@ -80,7 +72,7 @@ def wrap_with_ddp(
         optim_cfg,
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=overlap,
-        use_distributed_optimizer=OPTIMIZERS[optim_cfg.name].distributed,
+        use_distributed_optimizer=optim_rules.OPTIMIZERS[optim_cfg.name].distributed,
         # Megatron's check raises on one rank alone; training/megatron_steps.py on all of them.
         check_for_nan_in_grad=False,
         bucket_size=int(bucket_mb * 2**20 / 4) if bucket_mb else None,
@@ -173,29 +165,12 @@ def _start_momentum(inner: torch.optim.Optimizer, _config: OptimizerConfig) -> N
             inner.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
 
 
-def _parameter_groups(
-    model_chunks: Sequence[torch.nn.Module], config: OptimizerConfig
-) -> dict[ParamKey, dict[str, Any]]:
-    """Megatron's own groups (no weight decay on biases and norms), split by dtype: in a group of
-    two the distributed optimizer confuses states. A learning rate equal to the common one tells
-    them apart.
-    """
-    for chunk in model_chunks:
-        parameter: Any  # gets an attribute that `ParamKey` reads
-        for parameter in chunk.parameters():
-            parameter.has_own_dtype = parameter.dtype is not config.params_dtype
-    return {
-        **get_standard_config_overrides(config),
-        ParamKey(attr="has_own_dtype"): {"max_lr": config.lr},
-    }
-
-
 def build_optimizer(
     model_chunks: Sequence[DistributedDataParallel], optim_cfg: DictConfig, dtype: torch.dtype
 ) -> MegatronOptimizer:
     """Of chunks of `wrap_with_ddp`, with weights of `dtype`; all ranks call it; its errors."""
-    check_optim(optim_cfg)
-    kind = OPTIMIZERS[optim_cfg.name]
+    optim_rules.check_optim(optim_cfg)
+    kind = optim_rules.OPTIMIZERS[optim_cfg.name]
     config = _with_given_fields(
         OptimizerConfig,
         optim_cfg,
@@ -213,9 +188,15 @@ def build_optimizer(
         use_distributed_optimizer=kind.distributed,
         clip_grad=0.0,  # set per step from the trainer's gradient_clip_val
     )
-    optimizer = get_megatron_optimizer(
-        config, model_chunks, config_overrides=_parameter_groups(model_chunks, config)
-    )
+    # Megatron's own groups (no weight decay on biases and norms), split by dtype: the distributed
+    # optimizer confuses states in a group of two. A rate equal to the common one tells them apart.
+    for chunk in model_chunks:
+        parameter: Any  # gets an attribute that `ParamKey` reads
+        for parameter in chunk.parameters():
+            parameter.has_own_dtype = parameter.dtype is not config.params_dtype
+    groups = get_standard_config_overrides(config)
+    groups[ParamKey(attr="has_own_dtype")] = {"max_lr": config.lr}
+    optimizer = get_megatron_optimizer(config, model_chunks, config_overrides=groups)
     _start_states(optimizer)
     return optimizer
 
@@ -299,25 +280,26 @@ def build_scheduler(
     optimizer: MegatronOptimizer, optim_cfg: DictConfig, max_steps: int
 ) -> OptimizerParamScheduler:
     """Over `max_steps` updates (see the module docstring); errors as of `wrap_with_ddp`."""
-    check_optim(optim_cfg)
+    optim_rules.check_optim(optim_cfg)
     lr, sched = optim_cfg.lr, optim_cfg.sched
-    unread = unread_keys(sched)
+    unread = optim_rules.unread_keys(sched)
     if unread:
         logging.warning(
             f"model.optim.sched.name={sched.name} does not read "
             f"{', '.join(f'model.optim.sched.{key}={sched[key]}' for key in unread)}."
         )
-    if sched.name in OWN_SCHEDULES:
+    if sched.name in optim_rules.OWN_SCHEDULES:
         return _own_schedule(optimizer, optim_cfg, max_steps)
     if (optim_cfg.get("mcore_customization_config") or {}).get("decoupled_lr") is not None:
         raise ConfigError(
             "model.optim.mcore_customization_config.decoupled_lr is not read by model.optim.sched."
-            f"name={sched.name}, which has one rate; use one of {', '.join(OWN_SCHEDULES)}."
+            f"name={sched.name}, which has one rate; use one of "
+            f"{', '.join(optim_rules.OWN_SCHEDULES)}."
         )
     options = {
         # Steps of 0 and a share stand for each other: NeMo refuses two numbers.
         key: sched[key]
-        for key in SCHEDULES[sched.name].keys
+        for key in optim_rules.SCHEDULES[sched.name].keys
         if sched.get(key) is not None and not (key.endswith("_steps") and not sched[key])
     }
     return NemoSchedule(optimizer, sched.name, lr, optim_cfg.weight_decay, options, max_steps)
@@ -328,9 +310,9 @@ def _own_schedule(
 ) -> OptimizerParamScheduler:
     """Linear warm-up, then a constant rate or the cosine."""
     lr, sched = optim_cfg.lr, optim_cfg.sched
-    warmup = steps_of(sched, "warmup", max_steps)
-    constant = sched.name in CONSTANT_SCHEDULES
-    constant_steps = steps_of(sched, "constant", max_steps)
+    warmup = optim_rules.steps_of(sched, "warmup", max_steps)
+    constant = sched.name in optim_rules.CONSTANT_SCHEDULES
+    constant_steps = optim_rules.steps_of(sched, "constant", max_steps)
     if not constant and constant_steps and warmup + constant_steps >= max_steps:
         # Otherwise the rate would fall from its peak to min_lr right after the warm-up.
         logging.warning(

@@ -18,7 +18,6 @@ import bisect
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 
 import torch
 from megatron.core.transformer import TransformerConfig
@@ -43,11 +42,6 @@ class MicroBatch:
         return len(self.rows) * self.width
 
 
-def fewest_micro_batches(lengths: Sequence[int], tokens: int) -> int:
-    """Number of micro-batches if none may compute more than `tokens`, but for a single sample."""
-    return len(_sizes_within(sorted(lengths, reverse=True), tokens))
-
-
 def plan_micro_batches(
     lengths: Sequence[int], count: int, *, even_tokens: bool = False, keep_order: bool = False
 ) -> list[MicroBatch]:
@@ -61,7 +55,11 @@ def plan_micro_batches(
         order.sort(key=lambda row: -lengths[row])  # stable: equal lengths stay in order
     widths = [lengths[row] for row in order]
     real = min(count, len(order))
-    sizes = _sizes_of_even_tokens(widths, real) if even_tokens else _even_sizes(len(order), real)
+    if even_tokens:
+        sizes = _sizes_of_even_tokens(widths, real)
+    else:  # they differ by 1 at most, the smaller ones first
+        ends = [len(order) * number // real for number in range(real + 1)]
+        sizes = [end - start for start, end in zip(ends, ends[1:])]
     plan, start = [], 0
     for size in sizes:
         rows = tuple(order[start : start + size])
@@ -80,14 +78,10 @@ def with_rows_together(plan: Sequence[MicroBatch], together: int) -> list[MicroB
     return [MicroBatch(rows(part), part.width) for part in plan]
 
 
-def _even_sizes(samples: int, count: int) -> list[int]:
-    """`count` sizes that differ by 1 at most; the smaller ones first."""
-    ends = [samples * number // count for number in range(count + 1)]
-    return [end - start for start, end in zip(ends, ends[1:])]
-
-
-def _sizes_within(widths: Sequence[int], tokens: int) -> list[int]:
-    """Sizes of consecutive groups, each as large as it may be; `widths` descend."""
+def sizes_within(widths: Sequence[int], tokens: int) -> list[int]:
+    """Sizes of consecutive groups, each as large as it may be (a single sample at least) without
+    computing more than so many `tokens`; `widths` descend.
+    """
     sizes: list[int] = []
     widest = 0  # of the last group
     for width in widths:
@@ -103,9 +97,9 @@ def _sizes_of_even_tokens(widths: Sequence[int], count: int) -> list[int]:
     """Sizes of `count` consecutive groups with the least maximum of tokens; `widths` descend."""
     limits = range(widths[0], widths[0] * len(widths) + 1)
     enough = bisect.bisect_left(
-        limits, True, key=lambda tokens: len(_sizes_within(widths, tokens)) <= count
+        limits, True, key=lambda tokens: len(sizes_within(widths, tokens)) <= count
     )
-    sizes = _sizes_within(widths, limits[enough])
+    sizes = sizes_within(widths, limits[enough])
     while len(sizes) < count:  # fewer do it too: halve the largest
         starts = [sum(sizes[:number]) for number in range(len(sizes))]
         largest = max(
@@ -148,12 +142,15 @@ def plan_of_rank(
     if lengths is None:
         lengths = torch.full((rows,), columns)
     longest = lengths.reshape(-1, together).amax(1).clamp(max=columns)
-    widths = [_padded_width(width, config) for width in longest.tolist()]
-    count = (
-        -(-rows // micro_batch_size)
-        if by_tokens is None
-        else fewest_micro_batches(widths, by_tokens // together)
-    )
+    multiple = width_multiple()
+    if config.sequence_parallel:  # TP ranks split it too
+        context = parallel_state.get_context_parallel_world_size()
+        multiple = math.lcm(multiple, context * config.tensor_model_parallel_size)
+    widths = [-(-width // multiple) * multiple for width in longest.tolist()]
+    if by_tokens is None:
+        count = -(-rows // micro_batch_size)
+    else:
+        count = len(sizes_within(sorted(widths, reverse=True), by_tokens // together))
     count = -(-count // group) * group
     if parallel_state.get_expert_model_parallel_world_size() > 1:
         count = largest(count, parallel_state.get_expert_model_parallel_group())
@@ -169,15 +166,6 @@ def plan_of_rank(
     even_tokens = by_tokens is not None
     plan = plan_micro_batches(widths, count, even_tokens=even_tokens, keep_order=keep_order)
     return with_rows_together(plan, together)
-
-
-def _padded_width(width: int, config: TransformerConfig) -> int:
-    """The next width that CP ranks and, with sequence parallelism, TP ranks can split."""
-    multiple = width_multiple()
-    if config.sequence_parallel:
-        context = parallel_state.get_context_parallel_world_size()
-        multiple = math.lcm(multiple, context * config.tensor_model_parallel_size)
-    return -(-width // multiple) * multiple
 
 
 def micro_batch_group(model_chunks: Sequence[torch.nn.Module]) -> int:
@@ -222,7 +210,7 @@ def forget_token_counts() -> None:
 def token_metrics(
     names: Mapping[str, str],
     seconds: Mapping[str, float],
-    speeds: Mapping[str, float] = MappingProxyType({}),
+    speeds: Mapping[str, float] | None = None,
 ) -> dict[str, float]:
     """Counts since the last call, as metrics, over all data-parallel ranks; all ranks call it with
     the `names` of the phases, and the `seconds` that those took, by name.
@@ -239,7 +227,7 @@ def token_metrics(
     if parallel_state.get_data_parallel_world_size() > 1:
         torch.distributed.all_reduce(counts, group=parallel_state.get_data_parallel_group())
     peak = peak_of_this_card()
-    tokens, speeds = {}, {**speeds}
+    tokens, speeds = {}, {**(speeds or {})}
     found = zip(names.values(), counts.tolist(), strict=True)
     for name, (samples, real, computed, flops) in found:
         if not computed:
@@ -297,10 +285,18 @@ def peak_of_this_card() -> float | None:
     return peak_tflops(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
 
 
-def flops_per_token(config: TransformerConfig, outputs: int) -> tuple[int, int]:
-    """FLOPs of a forward pass: (of each token, of each pair of a token and a position that it
-    attends to, itself among them). `outputs`: numbers that the last layer gives for each token.
+def attended_pairs(lengths: Tensor) -> int:
+    lengths = lengths.long()
+    return int((lengths * (lengths + 1) // 2).sum())
+
+
+def pass_flops(module: torch.nn.Module, tokens: int, pairs: int, training: bool) -> int:
+    """FLOPs of a pass over so many tokens, and pairs of a token and a position that it attends to,
+    itself among them, through the model of which `module` is a chunk. Frozen linear layers need no
+    gradient of their weights, and the products of adapters do not count.
     """
+    (model,) = unwrap_model([module])
+    config, outputs = model.config, getattr(model, "outputs_per_token", model.vocab_size)
     hidden, layers, gates = config.hidden_size, config.num_layers, 1 + config.gated_linear_unit
     queries = config.num_attention_heads * config.kv_channels
     keys = config.num_query_groups * config.kv_channels
@@ -312,26 +308,11 @@ def flops_per_token(config: TransformerConfig, outputs: int) -> tuple[int, int]:
     routed = hidden * (width * (gates + 1) + experts)
     sparse = sum(expert_layers(config)) if experts else 0
     weights = layers * attention + (layers - sparse) * dense + sparse * routed + hidden * outputs
-    return 2 * weights, 4 * layers * queries
-
-
-def attended_pairs(lengths: Tensor) -> int:
-    lengths = lengths.long()
-    return int((lengths * (lengths + 1) // 2).sum())
-
-
-def pass_flops(module: torch.nn.Module, tokens: int, pairs: int, training: bool) -> int:
-    """FLOPs of a pass over so many tokens and pairs (see `flops_per_token`) through the model of
-    which `module` is a chunk. Frozen linear layers need no gradient of their weights, and the
-    products of adapters do not count.
-    """
-    (model,) = unwrap_model([module])
-    outputs = getattr(model, "outputs_per_token", model.vocab_size)
-    per_token, per_pair = flops_per_token(model.config, outputs)
+    of_tokens, of_pairs = tokens * 2 * weights, pairs * 4 * layers * queries
     if not training:
-        return tokens * per_token + pairs * per_pair
+        return of_tokens + of_pairs
     frozen = any(not parameter.requires_grad for parameter in model.parameters())
-    return tokens * per_token * (2 if frozen else 3) + pairs * per_pair * 3
+    return of_tokens * (2 if frozen else 3) + of_pairs * 3
 
 
 # --------------------------------------------------------------------- losses that balance experts
@@ -341,8 +322,7 @@ def pass_flops(module: torch.nn.Module, tokens: int, pairs: int, training: bool)
 
 def has_balance_losses(config: TransformerConfig) -> bool:
     """Whether training adds such losses; they depend on which tokens share a micro-batch."""
-    coefficients = (config.moe_aux_loss_coeff, config.moe_z_loss_coeff)
-    return bool(config.num_moe_experts) and any(coefficients)
+    return bool(config.num_moe_experts and (config.moe_aux_loss_coeff or config.moe_z_loss_coeff))
 
 
 def take_balance_losses(config: TransformerConfig, num_microbatches: int) -> dict[str, float]:

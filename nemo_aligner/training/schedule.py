@@ -16,7 +16,7 @@ from nemo.utils import logging
 from omegaconf import DictConfig
 
 from nemo_aligner.core.endings import progress
-from nemo_aligner.core.errors import ConfigError, UserError
+from nemo_aligner.core.errors import ConfigError, UserError, unknown
 from nemo_aligner.core.types import PromptSampler
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.collectives import all_reduce, on_rank_zero
@@ -76,14 +76,6 @@ def compute_max_steps(num_steps_per_epoch: int, max_epochs: int, max_steps: int)
     return min(total, max_steps) if max_steps >= 0 else total
 
 
-def say_complete(step: int, max_steps: int, section: str) -> None:
-    logging.warning(
-        f"step {step} of {max_steps}: training is already complete, nothing was trained; raise "
-        f"{section}.max_steps or max_epochs to continue, or give another job a folder of its own "
-        "(exp_manager.explicit_log_dir)."
-    )
-
-
 def warn_of_unreachable_steps(section: str, cfg: Any, reached: int, steps_per_epoch: int) -> None:
     """Say that the data end before `max_steps`."""
     asked = cfg.max_steps
@@ -134,14 +126,12 @@ def check_progress(
     at its interval, whose checkpoint is ranked by it; a save also when the job must end
     (`must_save`).
     """
-    validation_enabled = limit_val_batches != 0 and val_check_interval > 0
-    save_enabled = save_interval > 0
+    validates, saves = limit_val_batches != 0 and val_check_interval > 0, save_interval > 0
     is_train_end = step == max_steps
     last = is_train_end or run_time_exceeded
-    save_due = save_enabled and (last or step % save_interval == 0)
-    run_val = validation_enabled and (last or save_due or step % val_check_interval == 0)
-    save_model = save_due or (save_enabled and must_save)
-    return run_val, save_model, is_train_end
+    save_due = saves and (last or step % save_interval == 0)
+    run_val = validates and (last or save_due or step % val_check_interval == 0)
+    return run_val, save_due or (saves and must_save), is_train_end
 
 
 def supervised_max_steps(
@@ -195,8 +185,7 @@ class ScopedTimer:
         on_scope: Callable[[dict[str, Any]], None] | None = None,
     ) -> None:
         if reduction not in _REDUCTIONS:
-            known = ", ".join(_REDUCTIONS)
-            raise ValueError(f"reduction={reduction!r} is unknown; choose one of {known}")
+            raise unknown("reduction", reduction, _REDUCTIONS)
         self._reduce = _REDUCTIONS[reduction]
         self._sync_cuda = sync_cuda
         self._buffer_size = buffer_size
@@ -297,7 +286,16 @@ class Timer:
     """The wall-clock limit of a run, "DD:HH:MM:SS" or a `timedelta`; on all ranks the same."""
 
     def __init__(self, duration: str | timedelta | None) -> None:
-        self.duration_s = _seconds(duration)
+        self.duration_s = float("inf")
+        if isinstance(duration, timedelta):
+            self.duration_s = duration.total_seconds()
+        elif duration is not None:
+            parts = str(duration).strip().split(":")
+            if len(parts) != 4 or not all(part.isdecimal() for part in parts):
+                form = "DD:HH:MM:SS, for example 00:03:45:00"
+                raise ConfigError(f"max_time_per_run={duration!r} is not of the form {form}")
+            days, hours, minutes, seconds = map(int, parts)
+            self.duration_s = float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
         self._start: float | None = None
 
     def start_time(self) -> None:
@@ -309,9 +307,7 @@ class Timer:
         """Seconds since the start; 0 before it."""
         return 0.0 if self._start is None else time.monotonic() - self._start
 
-    def get_time_elapsed(self) -> float:
-        """`elapsed_s` by NeMo-Aligner's name."""
-        return self.elapsed_s()
+    get_time_elapsed = elapsed_s  # NeMo-Aligner's name
 
     def get_time_remaining(self) -> float:
         """Seconds until the limit; infinite without one."""
@@ -322,19 +318,6 @@ class Timer:
         if self.duration_s == float("inf"):
             return False
         return on_rank_zero(lambda: self.elapsed_s() >= self.duration_s)
-
-
-def _seconds(duration: str | timedelta | None) -> float:
-    if duration is None:
-        return float("inf")
-    if isinstance(duration, timedelta):
-        return duration.total_seconds()
-    parts = str(duration).strip().split(":")
-    if len(parts) != 4 or not all(part.isdecimal() for part in parts):
-        form = "DD:HH:MM:SS, for example 00:03:45:00"
-        raise ConfigError(f"max_time_per_run={duration!r} is not of the form {form}")
-    days, hours, minutes, seconds = map(int, parts)
-    return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
 
 
 # ----------------------------------------------------------------------------------- the timeline

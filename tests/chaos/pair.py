@@ -24,6 +24,7 @@ from tests.chaos import phases
 from tests.functional import test_ppo_job, test_rs_job
 from tests.functional.jobs import ScriptJob, metric_names, read_metrics, reward_server
 from tests.patience import Deadline
+from tests.processes import family
 
 MAX_STARTS = 4  # of the actor: after the fault, and after the ends that follow from it
 END_S = 120.0  # a run of three steps takes 15 s; a lost peer is noticed within 60 s
@@ -184,8 +185,8 @@ class Pair:
 
     def of_triton(self, word: str) -> psutil.Process:
         """The process of Triton's, of the server, with `word` in its command."""
-        family = psutil.Process(self.server.process.pid).children(recursive=True)
-        triton = [process for process in family if "triton" in process.name()]
+        children = family(self.server.process.pid)[1:]
+        triton = [process for process in children if "triton" in process.name()]
         found = [process for process in triton if word in " ".join(process.cmdline()[:2])]
         assert found, self.story(f"no process with {word}")
         return found[0]
@@ -197,19 +198,23 @@ class Pair:
         states in their last checkpoints.
         """
         sides = ("actor", "critic") if self.kind == "ppo" else ("actor",)
-        found: dict[str, Any] = {
-            f"{side} {name}": read_metrics(self.folder / side, name)
-            for side in sides
-            for name in metric_names(self.folder / side)
-            if not name.endswith("_time")
-        }
-        for side in sides:
-            last, _state = complete_checkpoints(self.folder / side / "checkpoints")[-1]
-            entries = parse_manifest((last / MANIFEST).read_bytes(), last).items()
-            sums = {f"{side} {name}": x for name, x in entries if name.endswith(".distcp")}
-            assert sums, self.story(f"{last} has no weights")
-            found |= sums
-        return found
+        return outcome(self.folder, sides, lambda name: not name.endswith("_time"))
+
+
+def outcome(
+    folder: Path, sides: tuple[str, ...], compared: Callable[[str], bool]
+) -> dict[str, Any]:
+    """Metrics of jobs with the names that are to be compared, and checksums as of `Pair`."""
+    found: dict[str, Any] = {}
+    for side in sides:
+        names = filter(compared, metric_names(folder / side))
+        found |= {f"{side} {name}": read_metrics(folder / side, name) for name in names}
+        last, _state = complete_checkpoints(folder / side / "checkpoints")[-1]
+        entries = parse_manifest((last / MANIFEST).read_bytes(), last).items()
+        sums = {f"{side} {name}": x for name, x in entries if name.endswith(".distcp")}
+        assert sums, f"{last} has no weights"
+        found |= sums
+    return found
 
 
 @contextlib.contextmanager

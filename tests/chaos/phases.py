@@ -73,7 +73,7 @@ WRITING = "nemo_aligner.checkpoint.checksums"
 PLACES = {
     ("actor", "start"): Place(TRAINER, "__init__", call(1)),
     ("actor", "generate"): Place(
-        "nemo_aligner.algorithms.rollout_trainer", "with_prompt_columns", at_step(1, "collect")
+        "nemo_aligner.algorithms.rollouts", "with_prompt_columns", at_step(1, "collect")
     ),  # one micro-batch has ended, others are still generated
     ("actor", "score"): Place(TRAINER, "wait_for_scores", at_step(1)),
     ("actor", "log-probs"): Place(PPO, "_with_logprobs", at_step(1)),

@@ -24,8 +24,11 @@ import pytest
 from tests.chaos.pair import STEPS, Pair, chaos
 from tests.chaos.phases import PLACES, owner_of
 from tests.faulty_network import FAULTS, FaultyNetwork
+from tests.processes import family
 
 SIGNALS = ("SIGKILL", "SIGTERM", "SIGSTOP")
+CLOCK_JUMPS = ("clock jump forward", "clock jump back")
+DAMAGES = ("flipped bit", "torn file", "empty state")
 INSTANTS = int(os.environ.get("CHAOS_INSTANTS", 10))  # 200 in a long run
 CLOCK_JUMP_S = 86400.0
 HUNG = ("hung", "stopped for good")  # a loop that never ends, SIGSTOP without SIGCONT
@@ -51,78 +54,34 @@ class Cell(NamedTuple):
         return 2 if self.role[-1] == "1" or (self.role[-1] == "0" and ends) else 1
 
 
-ACTOR_PHASES = ("start", "generate", "score", "log-probs", "train", "critic train", "save")
-RS_ACTOR_PHASES = ("generate", "score", "train", "save")
-CRITIC_PHASES = ("start", "score", "train", "save")
+ACTORS, CRITICS = ("actor 0", "actor 1"), ("critic 0", "critic 1")
+ACTOR = ("start", "generate", "score", "log-probs", "train", "critic train", "save", "resume")
+CRITIC = ("start", "score", "train", "save", "resume")
+SEEDS = [f"seed {number}" for number in range(INSTANTS)]
+TABLE = [  # kind, roles, phases, faults
+    ("ppo", ACTORS, ACTOR, SIGNALS),
+    ("ppo", CRITICS, CRITIC, SIGNALS),
+    ("ppo", ACTORS, ACTOR, ["exception"]),
+    ("ppo", CRITICS, CRITIC, ["exception"]),
+    ("ppo", ACTORS, ["generate", "train", "save"], HUNG),
+    ("ppo", CRITICS, ["score", "train", "save"], HUNG),
+    ("ppo", ACTORS + CRITICS, ["save"], ["full disk"]),
+    ("ppo", ["actor 0", "critic 0"], ["score", "train"], CLOCK_JUMPS),
+    ("ppo", ["triton", "stub"], ["score", "train", "save"], SIGNALS),
+    ("rs", ["actor 0"], ["generate", "score", "train", "save", "resume"], SIGNALS),
+    ("rs", ["reward server"], ["start", "score"], SIGNALS),
+    ("rs", ["triton", "stub", "reward worker"], ["score"], SIGNALS),
+    ("ppo", ["network"], ["score", "train", "save"], FAULTS),
+    ("rs", ["network"], ["score"], FAULTS),
+    ("ppo", ["actor files", "critic files"], ["resume"], DAMAGES),
+    ("ppo", ["drawn"], ["any"], SEEDS),
+]
 ALL_CELLS = [
-    *(
-        Cell("ppo", f"{side} {rank}", phase, fault)
-        for side, phases in (("actor", ACTOR_PHASES), ("critic", CRITIC_PHASES))
-        for phase in (*phases, "resume")
-        for rank in (0, 1)
-        for fault in SIGNALS
-    ),
-    *(
-        Cell("ppo", f"{side} {rank}", phase, "exception")
-        for side, phases in (("actor", ACTOR_PHASES), ("critic", CRITIC_PHASES))
-        for phase in (*phases, "resume")
-        for rank in (0, 1)
-    ),
-    *(
-        Cell("ppo", f"{side} {rank}", phase, fault)
-        for side, phases in (
-            ("actor", ("generate", "train", "save")),
-            ("critic", ("score", "train", "save")),
-        )
-        for phase in phases
-        for rank in (0, 1)
-        for fault in HUNG
-    ),
-    *(
-        Cell("ppo", f"{side} {rank}", "save", "full disk")
-        for side in ("actor", "critic")
-        for rank in (0, 1)
-    ),
-    *(
-        Cell("ppo", f"{side} 0", phase, f"clock jump {sign}")
-        for side in ("actor", "critic")
-        for phase in ("score", "train")
-        for sign in ("forward", "back")
-    ),
-    *(
-        Cell("ppo", role, phase, fault)
-        for role in ("triton", "stub")
-        for phase in ("score", "train", "save")
-        for fault in SIGNALS
-    ),
-    *(
-        Cell("rs", "actor 0", phase, fault)
-        for phase in (*RS_ACTOR_PHASES, "resume")
-        for fault in SIGNALS
-    ),
-    *(
-        Cell("rs", role, phase, fault)
-        for role, phases in (
-            ("reward server", ("start", "score")),
-            ("triton", ("score",)),
-            ("stub", ("score",)),
-            ("reward worker", ("score",)),
-        )
-        for phase in phases
-        for fault in SIGNALS
-    ),
-    *(
-        Cell("ppo", "network", endpoint, fault)
-        for endpoint in ("score", "train", "save")
-        for fault in FAULTS
-    ),
-    *(Cell("rs", "network", "score", fault) for fault in FAULTS),
-    *(
-        Cell("ppo", f"{side} files", "resume", damage)
-        for side in ("actor", "critic")
-        for damage in ("flipped bit", "torn file", "empty state")
-    ),
-    *(Cell("ppo", "drawn", "any", f"seed {seed}") for seed in range(INSTANTS)),
+    Cell(kind, role, phase, fault)
+    for kind, roles, phases, faults in TABLE
+    for phase in phases
+    for role in roles
+    for fault in faults
 ]
 
 
@@ -326,13 +285,10 @@ def drawn(cell: Cell, pair: Pair) -> None:
             pair.actor.note_processes()
             pair.server.note_processes()
             time.sleep(0.1)
-        family = []
-        for job in (pair.actor, pair.server):
-            if job.process.poll() is None:
-                process = psutil.Process(job.process.pid)
-                family += [process, *process.children(recursive=True)]
+        jobs = [job for job in (pair.actor, pair.server) if job.process.poll() is None]
+        processes = [each for job in jobs for each in family(job.process.pid)]
         try:
-            pair.send(family[int(place * len(family))], number, stopped_s)
+            pair.send(processes[int(place * len(processes))], number, stopped_s)
         except psutil.NoSuchProcess:  # it has just ended by itself
             pair.folder.joinpath("missed").touch()
 
@@ -349,7 +305,7 @@ def check_endings(cell: Cell, pair: Pair) -> None:
     """
     logs = "".join(ending.log for ending in pair.endings)
     codes = [ending.code for ending in pair.endings]
-    harmless = ("SIGSTOP", "clock jump forward", "clock jump back", *FAULTS)
+    harmless = ("SIGSTOP", *CLOCK_JUMPS, *FAULTS)
     given_up = cell.role == "stub" and cell.fault == "SIGSTOP" and pair.endings
     if (cell.fault in harmless or cell.role.endswith("files")) and not given_up:
         assert not pair.endings, pair.story("a job ended")

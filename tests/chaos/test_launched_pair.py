@@ -13,6 +13,7 @@ from tests.chaos.pair import END_S, Pair
 from tests.chaos.phases import ROOT
 from tests.functional import jobs
 from tests.patience import patience, wait_until
+from tests.processes import family
 
 
 def commands(pair: Pair, monkeypatch) -> list[str]:
@@ -47,7 +48,7 @@ def test_the_launcher_ends_a_killed_pair(inputs, tiny_tokenizer_dir, tmp_path, m
                 2 * END_S,
                 lambda: (tmp_path / "log").read_text()[-3000:],
             )
-            for child in psutil.Process(process.pid).children(recursive=True):
+            for child in family(process.pid)[1:]:
                 if script in " ".join(child.cmdline()[:2]):
                     child.kill()
         assert process.wait(patience(2 * END_S)) == 0, (tmp_path / "log").read_text()[-3000:]

@@ -4,8 +4,6 @@
 an error of one line, the server goes on, and scores stay what they were.
 """
 
-import contextlib
-import http.client
 import json
 import os
 import random
@@ -13,12 +11,12 @@ import struct
 from dataclasses import dataclass, field
 
 import numpy as np
-import psutil
 import pytest
 
 from nemo_aligner.servers.exchange import InferRequest
+from tests.chaos.test_soak import memory_mb
 from tests.functional.critic_job import RAISE, VOCAB, CriticJob
-from tests.patience import patience
+from tests.scripted_triton import ask
 
 REQUESTS = int(os.environ.get("CHAOS_REQUESTS", 10_000))  # per endpoint
 FEW = 100  # in `make test-full`
@@ -70,14 +68,9 @@ class Request:
         """HTTP status and body of the reply; (0, b"") if the server only closed the connection."""
         head = self.head if isinstance(self.head, bytes) else json.dumps(self.head).encode()
         headers = {"Inference-Header-Content-Length": self.head_length or str(len(head))}
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=patience(30))
-        with contextlib.closing(connection):
-            try:
-                connection.request(self.method, self.path, head + b"".join(self.buffers), headers)
-                reply = connection.getresponse()
-                return reply.status, reply.read()
-            except (ConnectionError, http.client.HTTPException):
-                return 0, b""
+        body = head + b"".join(self.buffers)
+        status, _, reply = ask(("127.0.0.1", port), self.method, self.path, body, headers, 30)
+        return status, reply
 
 
 def make_wrong(request: Request, draw: random.Random) -> None:
@@ -132,14 +125,14 @@ def make_wrong(request: Request, draw: random.Random) -> None:
         request.buffers[place] = bytes(buffer)
 
 
-def memory_mb(job: CriticJob) -> float:
-    """Of all processes of the server, what they do not share."""
-    root = psutil.Process(job.rank_pids()[0])
-    family = [root, *root.children(recursive=True)]
-    return sum(process.memory_full_info().uss for process in family) / 2**20
+CASES = [pytest.param(name, REQUESTS, marks=pytest.mark.chaos) for name in VALID]
+CASES.append(pytest.param("critic_infer", FEW, marks=pytest.mark.full))
 
 
-def send_wrong_requests(endpoint: str, count: int) -> None:
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("endpoint, count", CASES)
+def test_wrong_requests_change_nothing(endpoint, count):
     draw = random.Random(endpoint)
     with CriticJob(ranks=1) as job:
         job.wait_until_serving()
@@ -148,7 +141,7 @@ def send_wrong_requests(endpoint: str, count: int) -> None:
         refused, before = 0, 0.0
         for number in range(count):
             if number == count // 10:
-                before = memory_mb(job)
+                before = sum(memory_mb(job.rank_pids()[0]).values())
             request = Request.valid(endpoint)
             for _ in range(draw.randrange(1, 4)):
                 make_wrong(request, draw)
@@ -158,7 +151,7 @@ def send_wrong_requests(endpoint: str, count: int) -> None:
             assert status < 500 or status in (500, 501, 503), (request, status, body)
             assert job.processes[0].poll() is None, (request, job.log()[-3000:])
         assert refused > count / 2
-        grown = memory_mb(job) - before
+        grown = sum(memory_mb(job.rank_pids()[0]).values()) - before
         assert grown < GROWTH_MB, f"{count} requests made the server {grown:.0f} MB larger"
         status, again = Request.valid("critic_infer").send(job.port)
         assert status == 200, again
@@ -166,19 +159,3 @@ def send_wrong_requests(endpoint: str, count: int) -> None:
             assert again == scores
         job.signal_rank(0)
         job.must_exit_with(0)
-        job.assert_nothing_left()
-
-
-@pytest.mark.full
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_some_wrong_requests_change_nothing():
-    send_wrong_requests("critic_infer", FEW)
-
-
-@pytest.mark.chaos
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("endpoint", VALID)
-def test_wrong_requests_change_nothing(endpoint):
-    send_wrong_requests(endpoint, REQUESTS)

@@ -5,12 +5,12 @@
 import os
 import time
 
-import psutil
 import pytest
 
 from tests.chaos.pair import Pair
 from tests.functional.jobs import read_metrics
 from tests.patience import wait_until
+from tests.processes import family
 
 STEPS = int(os.environ.get("CHAOS_SOAK_STEPS", 2000))
 GROWTH_MB = 40  # of one process, from a fifth of the steps to their end
@@ -19,9 +19,8 @@ FILES = 60  # in the folder of a job, whatever the steps
 
 def memory_mb(pid: int) -> dict[str, float]:
     """By the place of a process in the job's tree, what it does not share."""
-    root = psutil.Process(pid)
-    family = [root, *root.children(recursive=True)]
-    return {f"{n} {p.name()}": p.memory_full_info().uss / 2**20 for n, p in enumerate(family)}
+    used = lambda process: process.memory_full_info().uss / 2**20
+    return {f"{n} {each.name()}": used(each) for n, each in enumerate(family(pid))}
 
 
 @pytest.mark.chaos

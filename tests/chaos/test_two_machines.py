@@ -14,14 +14,14 @@ import time
 
 import pytest
 
-from nemo_aligner.checkpoint.checksums import MANIFEST, parse_manifest
 from nemo_aligner.checkpoint.folders import complete_checkpoints
 from nemo_aligner.core.endings import ExitCode
 from nemo_aligner.servers.ports import find_free_port
+from tests.chaos.pair import outcome
 from tests.chaos.test_fault_matrix import Cell
 from tests.chaos.two_machines import Job, Machines, unavailable
 from tests.functional import test_ppo_job
-from tests.functional.jobs import ScriptJob, metric_names, read_metrics
+from tests.functional.jobs import ScriptJob
 from tests.functional.test_sft_rm_scripts import data, sft  # noqa: F401
 from tests.patience import patience, wait_until
 
@@ -87,14 +87,7 @@ class Run:
                 assert critic.wait(END_S) in (0, [0, 0]), critic.log[-4000:]
 
     def outcome(self) -> dict:
-        found = {}
-        for side in self.sides:
-            last, _ = complete_checkpoints(self.folder / side / "checkpoints")[-1]
-            sums = parse_manifest((last / MANIFEST).read_bytes(), last).items()
-            found |= {f"{side} {name}": value for name, value in sums if "distcp" in name}
-            names = [name for name in metric_names(self.folder / side) if "loss" in name]
-            found |= {f"{side} {name}": read_metrics(self.folder / side, name) for name in names}
-        return found
+        return outcome(self.folder, self.sides, lambda name: "loss" in name)
 
 
 @pytest.fixture(scope="module", autouse=True)

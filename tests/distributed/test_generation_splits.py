@@ -96,7 +96,7 @@ def configured_and_damaged(tokenizer_dir, folder):
         model, *_ = matrix.build(tokenizer_dir, folder, "llama", "actor", split)
         assert all(ended or len(ids) > 1 for ids, ended, _ in generated(model)["sampled"])
         moved = model.generator.split
-        assert (moved.tensor_ranks, moved.pipeline_ranks, len(moved.dividing)) == (1, 1, 1)
+        assert (moved.tensor.size(), moved.pipeline.size(), len(moved.dividing)) == (1, 1, 1)
         (whole,) = moved.weights(model.unwrapped())
         assert len(whole.decoder.layers) == 4
         assert {tensor.dtype for tensor in whole.parameters()} == {torch.bfloat16}

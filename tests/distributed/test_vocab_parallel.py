@@ -13,8 +13,8 @@ from megatron.core.parallel_state import destroy_model_parallel
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.collectives import take_share
 from nemo_aligner.parallel.vocab_parallel import (
+    calculate_distributed_entropy,
     candidate_logprobs,
-    distributed_entropy,
     from_parallel_logits_to_logprobs,
     logprobs_and_entropy,
     top_logits,
@@ -96,7 +96,7 @@ def _check(tp: int, cp: int, width: int, ignore_last: bool, vocab_size: int, tem
         assert torch.equal(again, logprobs)
     if ignore_last:
         mask = torch.rand(B, columns, generator=torch.Generator().manual_seed(0)) > 0.4
-        mean = distributed_entropy(leaf, mask, temperature, vocab_size)
+        mean = calculate_distributed_entropy(leaf, mask, temperature, vocab_size)
         torch.testing.assert_close(mean, expected_entropy[mask].mean(), atol=1e-12, rtol=1e-12)
 
 

@@ -25,7 +25,7 @@ import psutil
 
 from nemo_aligner.servers.ports import find_free_port
 from tests.patience import Deadline, patience, wait_until
-from tests.processes import is_alive
+from tests.processes import family, kill_all, left_of
 from tests.warm_start import start_python
 
 VOCAB, WIDTH = 32, 8
@@ -171,7 +171,7 @@ def main() -> None:
 
     from nemo_aligner.parallel import parallel_state
 
-    parallel_state.initialize(tensor_model_parallel_size=settings["tp"])
+    parallel_state.initialize(tensor_model_parallel_size=1)
 
     from nemo_aligner.algorithms.critic_server_trainer import CriticServerTrainer
     from nemo_aligner.core.errors import SaveError
@@ -269,58 +269,38 @@ def main() -> None:
     parallel_state.destroy()
 
 
+SETTINGS = {
+    "gbs": 4,
+    "save_s": 0.0,  # how long a save takes
+    "save_grace_s": 60.0,  # how long it may take after SIGTERM
+    "slice_tokens": 512,  # of a slice of a scoring request
+    # Checkpoints are written in the background; not while there is a file `checkpoint.json.full`.
+    "background": False,
+    "minimal": False,  # logger and checkpoints have NeMo-Aligner's interface only
+    "look_s": 5.0,  # between two looks at Triton, and how long it may take to reply to one
+    "start_s": None,  # within which Triton must be ready, one for each start; None: the real ones
+    "server": {},  # the section of the configuration
+}
+
+
 class CriticJob:
     """A running job; leaving its `with` block ends all of its processes.
 
     Args:
         ranks: number of processes.
-        tp: tensor-parallel size (the rest is data-parallel).
         launcher: "torchrun", or "direct" for processes that only share environment variables, as
             SLURM starts them.
         combined: the server also gives rewards.
-        save_s: how long a save takes.
-        save_grace_s: how long it may take after SIGTERM.
-        slice_tokens: of a slice of a scoring request.
-        background: checkpoints are written in the background. They cannot be written while there
-            is a file `checkpoint.json.full`.
-        minimal: logger and checkpoints have NeMo-Aligner's interface only.
-        look_s: between two looks at Triton, and how long it may take to reply to one.
-        start_s: within which Triton must be ready, one for each start; None: the real ones.
-        server: the section `server` of the configuration.
+        given: other values of `SETTINGS`, and of `trainer.ppo`.
     """
 
-    def __init__(
-        self,
-        ranks=1,
-        tp=1,
-        launcher="direct",
-        combined=True,
-        gbs=4,
-        save_s=0.0,
-        save_grace_s=60.0,
-        slice_tokens=512,
-        background=False,
-        minimal=False,
-        look_s=5.0,
-        start_s=None,
-        server=None,
-        **cfg,
-    ):
+    def __init__(self, ranks=1, launcher="direct", combined=True, **given):
         self.directory = Path(tempfile.mkdtemp(prefix="cj_", dir="/tmp"))
         (self.directory / "t").mkdir()
         self.port = find_free_port()
         self.ranks = ranks
         settings = {
-            "tp": tp,
-            "gbs": gbs,
-            "save_s": save_s,
-            "save_grace_s": save_grace_s,
-            "slice_tokens": slice_tokens,
-            "background": background,
-            "minimal": minimal,
-            "look_s": look_s,
-            "start_s": start_s,
-            "server": server or {},
+            **{name: given.pop(name, default) for name, default in SETTINGS.items()},
             "metrics": str(self.directory / "metrics.jsonl"),
             "checkpoint": str(self.directory / "checkpoint.json"),
             "cfg": {
@@ -331,7 +311,7 @@ class CriticJob:
                 "inference_micro_batch_size": 2,
                 "gradient_clip_val": 1.0,
                 "alarms": {"replica_check_interval": 0},  # the tiny model cannot be looked into
-                **cfg,
+                **given,
             },
         }
         root = Path(__file__).resolve().parents[2]
@@ -364,12 +344,7 @@ class CriticJob:
 
     def __exit__(self, *_):
         self.look_around()
-        running = [psutil.Process(p.pid) for p in self.processes if p.poll() is None]
-        for process in [*self._family.values(), *running]:
-            try:
-                process.kill()
-            except psutil.NoSuchProcess:
-                pass
+        kill_all(self._family.values())
         for process in self.processes:
             process.wait(10)
         subprocess.run(["rm", "-rf", str(self.directory)], check=True)
@@ -401,9 +376,8 @@ class CriticJob:
         """Processes that rank 0 has started, however far down, with `name` in their names or, if
         it is a function that Python runs, in their commands.
         """
-        root = psutil.Process(self.rank_pids()[0])
         found = []
-        for process in root.children(recursive=True):
+        for process in family(self.rank_pids()[0])[1:]:
             with contextlib.suppress(psutil.NoSuchProcess):  # it has ended since it was listed
                 if name in process.name() or f"import {name};" in " ".join(process.cmdline()):
                     found.append(process)
@@ -412,11 +386,7 @@ class CriticJob:
     def look_around(self) -> None:
         """Note the processes of the job and the shared memory they have mapped."""
         for process in self.processes:
-            members = []
-            with contextlib.suppress(psutil.NoSuchProcess):  # it has ended
-                root = psutil.Process(process.pid)
-                members = [root, *root.children(recursive=True)]
-            for member in members:
+            for member in family(process.pid):
                 self._family[member.pid] = member
                 with contextlib.suppress(psutil.Error):  # it has ended since it was listed
                     for mapping in member.memory_maps():
@@ -424,23 +394,18 @@ class CriticJob:
                             self._shared_memory.add(mapping.path.removesuffix(" (deleted)"))
 
     def must_exit_with(self, *codes: int, limit_s=15) -> None:
-        """Fail unless the processes that were started end in time, with these exit codes."""
-        found = self.wait_for_exit(limit_s)
-        assert found == list(codes), f"exit codes {found}\n{self.log()}"
-
-    def wait_for_exit(self, limit_s=15) -> list:
-        """Exit codes of the processes that were started; fails if one takes longer."""
+        """Fail unless the processes that were started end in time, with these exit codes, or
+        without any all with errors; and nothing is left.
+        """
         have_ended = lambda: all(process.poll() is not None for process in self.processes)
         wait_until(have_ended, limit_s, lambda: f"the end of\n{self.log()}")
-        return [process.returncode for process in self.processes]
+        found = [process.returncode for process in self.processes]
+        assert found == list(codes) if codes else all(found), f"exit codes {found}\n{self.log()}"
+        self.assert_nothing_left()
 
     def assert_nothing_left(self) -> None:
         """No process, no port, no shared memory, no workspace."""
-        alive = [*filter(is_alive, self._family.values())]
-        deadline = Deadline(2)  # a process that has just been told to end
-        while alive and not deadline.passed():
-            time.sleep(0.1)
-            alive = [*filter(is_alive, alive)]
+        alive = left_of(self._family.values(), 2)  # some have just been told to end
         assert not alive, alive
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -450,6 +415,7 @@ class CriticJob:
         assert not glob.glob(str(self.directory / "t" / "triton_*"))
 
     def signal_rank(self, rank: int, number=signal.SIGTERM) -> None:
+        self.look_around()
         os.kill(self.rank_pids()[rank], number)
 
 

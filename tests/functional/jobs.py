@@ -9,6 +9,7 @@ import re
 import signal
 import string
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -17,8 +18,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from nemo_aligner.core.endings import ExitCode
 from nemo_aligner.servers.ports import find_free_port
-from tests.patience import Deadline, patience, wait_until
-from tests.processes import is_alive
+from tests.patience import patience, wait_until
+from tests.processes import family, kill_all, left_of
 from tests.warm_start import start_python
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -72,11 +73,7 @@ class ScriptJob:
 
     def __exit__(self, *_exc) -> None:
         self.note_processes(0.0)
-        for process in self._family.values():
-            try:
-                process.kill()
-            except psutil.NoSuchProcess:
-                pass
+        kill_all(self._family.values())
         self.process.wait(10)
 
     @property
@@ -90,12 +87,7 @@ class ScriptJob:
         if time.monotonic() - self._noted < after_s:
             return
         self._noted = time.monotonic()
-        try:
-            process = psutil.Process(self.process.pid)
-            for member in [process, *process.children(recursive=True)]:
-                self._family[member.pid] = member
-        except psutil.NoSuchProcess:
-            pass
+        self._family |= {member.pid: member for member in family(self.process.pid)}
 
     def wait(self, timeout_s: float = 150.0) -> int:
         """Exit code of the job."""
@@ -115,15 +107,8 @@ class ScriptJob:
         return self.wait(timeout_s)
 
     def leftovers(self, grace_s: float = 5.0) -> list[psutil.Process]:
-        """Processes of the job that are still alive after `grace_s`: some end only after their
-        parent.
-        """
-        deadline = Deadline(grace_s)
-        while True:
-            alive = [*filter(is_alive, self._family.values())]
-            if not alive or deadline.passed():
-                return alive
-            time.sleep(0.1)
+        """Processes of the job that are still alive after `grace_s`."""
+        return left_of(self._family.values(), grace_s)
 
 
 def must_succeed(job: ScriptJob) -> None:
@@ -232,17 +217,12 @@ def remote_rm(port, **changes) -> DictConfig:
     return OmegaConf.create({"pad_to_length": None, **limits, **server, **changes})
 
 
-def rollout_options(inputs: Path, folder: Path, kind: str, port: int) -> list[str]:
-    """Of an actor of `kind` that asks a reward-model server: the policy and the prompts of
-    `inputs`, 4 prompts to a rollout.
-    """
+def rollout_options(inputs: Path, folder: Path, kind: str) -> list[str]:
+    """Of an actor of `kind`: the policy and the prompts of `inputs`, 4 prompts to a rollout."""
     prompts = f"[{inputs}/prompts.jsonl]"
     return [
         "trainer.accelerator=cpu",
         "trainer.precision=32",
-        "remote_rm.host=127.0.0.1",
-        f"remote_rm.port={port}",
-        f"remote_rm.init_timeout_s={patience(90):.0f}",
         f"pretrained_checkpoint.restore_from_path={inputs}/policy.nemo",
         f"exp_manager.explicit_log_dir={folder}/actor",
         "model.encoder_seq_length=48",
@@ -252,7 +232,8 @@ def rollout_options(inputs: Path, folder: Path, kind: str, port: int) -> list[st
         f"model.{kind}.rollout_micro_batch_size=2",
         f"model.{kind}.num_val_samples=4",
         f"model.{kind}.length_params.max_length=12",
-        # Random weights rarely end a response; letters end one often enough to have many lengths.
+        # Random weights rarely end a response; letters end one often enough to have many lengths,
+        # and both kinds of samples.
         f"model.{kind}.sampling_params.end_strings={list(string.ascii_lowercase)}",
         f"model.data.data_prefix={{train: {prompts}, validation: {prompts}, test: {prompts}}}",
     ]
@@ -263,14 +244,33 @@ def wait_until_serving(job: ScriptJob, timeout_s: float = 120.0) -> None:
     wait_for_log(job, ": serving ", timeout_s)
 
 
+def wait_for(
+    job: ScriptJob, condition: Callable[[], object], what: str, timeout_s: float = 150.0
+) -> None:
+    """Return once `condition()` is true; fails if the job ends before."""
+
+    def is_true() -> object:
+        has_ended = job.process.poll() is not None
+        found = condition()
+        assert found or not has_ended, f"it ended before {what}:\n{job.log[-4000:]}"
+        return found
+
+    wait_until(is_true, timeout_s, lambda: f"{what} of\n{job.log[-4000:]}", 0.1)
+
+
 def wait_for_log(job: ScriptJob, text: str, timeout_s: float = 150.0) -> None:
     """Return once the job has logged `text`; fails if it ends before."""
+    wait_for(job, lambda: text in job.log, repr(text), timeout_s)
 
-    def is_logged() -> bool:
-        assert job.process.poll() is None or text in job.log, job.log[-4000:]
-        return text in job.log
 
-    wait_until(is_logged, timeout_s, lambda: f"{text!r} in\n{job.log[-4000:]}", 0.2)
+def kill_after_checkpoint(job: ScriptJob, folder: Path, step: int) -> None:
+    """SIGKILL to the job once the actor's checkpoint of `step` in `folder` is complete: in the
+    middle of a later step.
+    """
+    saved = lambda: [*(folder / "actor/checkpoints").glob(f"megatron_gpt-step={step}-*")]
+    wait_for(job, saved, f"step {step}")
+    job.process.send_signal(signal.SIGKILL)
+    assert job.wait(10) == -signal.SIGKILL
 
 
 def assert_ended_well(job: ScriptJob, code: int) -> None:

@@ -7,9 +7,9 @@ The endpoints' tensors, their batching and their padding are those of NeMo-Align
 this package's additions is there (`tokenizer`, `request_id`, `actor_step`, `critic_status`). The
 process imports neither torch nor NeMo, so that it starts within seconds.
 
-The critic: the value at t is the mean embedding of the tokens up to t, times a vector; an update
-is one SGD step on 0.5 * squared error per global batch, averaged over the masked transitions. The
-reward of a sample is a number per token id, that of its last token.
+The critic is that of critic_job.py in numpy: the value at t is the mean embedding of the tokens up
+to t, times a vector; an update is one SGD step on the squared error per global batch, averaged
+over the masked transitions. The reward of a sample is a number per token id, of its last token.
 """
 
 import json
@@ -49,8 +49,9 @@ class NumpyCritic:
             raise ArithmeticError("the critic met a token it cannot stand")
         features = self.features(tokens)[:, :-1]
         mask = mask.astype(bool)
-        error = np.where(mask, features @ self.vector - returns, 0.0) / mask.sum()
-        loss = 0.5 * mask.sum() * (error**2).sum()
+        error = np.where(mask, features @ self.vector - returns, 0.0)
+        loss = (error**2).sum() / mask.sum()
+        error *= 2 / mask.sum()
         # The gradient of the mean embedding at t, spread over the tokens up to t.
         positions = np.arange(1, tokens.shape[1])[None, :]
         per_token = np.cumsum((error / positions)[:, ::-1], axis=1)[:, ::-1]

@@ -32,7 +32,7 @@ from tests.functional.jobs import (
 )
 from tests.functional.test_ppo_job import run_pair
 from tests.patience import patience, wait_until
-from tests.processes import is_alive
+from tests.processes import family, left_of
 
 SAMPLE_S = round(patience(1))  # time limit of a sample
 pytestmark = [
@@ -108,14 +108,9 @@ def expected(tokenizer, pairs, ended=True) -> list[float]:
 
 def workers_of(job: ScriptJob) -> list[psutil.Process]:
     """Without their keepers."""
-    children = psutil.Process(job.process.pid).children(recursive=True)
+    children = family(job.process.pid)[1:]
     pairs = {child for child in children if "worker.py" in " ".join(child.cmdline())}
     return [child for child in pairs if child.parent() in pairs]
-
-
-def all_gone(processes, limit_s: float) -> bool:
-    _gone, alive = psutil.wait_procs(processes, timeout=patience(limit_s))
-    return not any(map(is_alive, alive))
 
 
 # ---- the server alone ----
@@ -227,7 +222,7 @@ def test_a_stop_within_a_request_and_the_fallback(tmp_path, tiny_tokenizer, tiny
         code = job.stop(20)
         assert time.monotonic() - start < 20 * 2 * SAMPLE_S  # what its sixty samples take
         assert_ended_well(job, code)
-        assert len(workers) >= 2 and all_gone(workers, 1)
+        assert len(workers) >= 2 and not left_of(workers, 1)
         thread.join(patience(30))
         assert errors
 
@@ -246,8 +241,7 @@ def test_a_start_removes_what_a_killed_server_left(tmp_path, tiny_tokenizer, tin
         (prefix,) = [path for path in claimed if path.parent == Path("/dev/shm")]
         memory = list(prefix.parent.glob(f"{prefix.name}*"))
         assert [path.name[:7] for path in folders] == ["triton_"] and len(memory) > 1
-        process = psutil.Process(job.process.pid)
-        maps = [m for each in [process, *process.children(True)] for m in each.memory_maps()]
+        maps = [m for each in family(job.process.pid) for m in each.memory_maps()]
         mapped = {m.path.split(" ")[0] for m in maps if m.path.startswith("/dev/shm/")}
         assert mapped <= set(map(str, memory)), "shared memory that no record names"
     strangers = [folders[0].with_name("triton_stays"), prefix.with_name("nemo_aligner_stays")]
@@ -296,16 +290,15 @@ def test_a_server_that_was_stopped_and_continued_gets_requests_again(
                 return [sent.count(server) for server in servers]
 
             assert all(score()), (a.log[-2000:], b.log[-2000:])
-            process = psutil.Process(a.process.pid)
-            family = [process, *process.children(recursive=True)]
-            for member in family:
+            members = family(a.process.pid)
+            for member in members:
                 member.suspend()
             time.sleep(15)
             score()
             assert not servers[0].available
             assert score()[0] == 0
             # A stub first: Triton gives one up that does not take a request within a second.
-            for member in reversed(family):
+            for member in reversed(members):
                 member.resume()
             wait_until(lambda: servers[0].available, what=lambda: a.log[-3000:])
             assert all(score()), (a.log[-2000:], b.log[-2000:])
@@ -338,7 +331,7 @@ def test_ppo_gets_the_rewards_that_the_function_gives(tmp_path, inputs):
 
 @pytest.mark.full
 def test_rewards_of_steps_come_over_the_wire(tmp_path, tiny_tokenizer_dir, tiny_tokenizer):
-    """A server of a process reward beside one of whole responses, as an ensemble."""
+    """Of a server of a process reward."""
     port = find_free_port()
     kind = ["inference.rewards_per=step", 'inference.step_end="\n"', "server.frontend=asgi"]
     pairs = [("a film", "ab\ncd e"), ("b", "x")]

@@ -8,7 +8,6 @@ import functools
 import json
 import shutil
 import signal
-import string
 from pathlib import Path
 
 import pytest
@@ -25,6 +24,7 @@ from tests.functional.jobs import (
     must_end_well,
     read_metrics,
     reward_server,
+    rollout_options,
 )
 from tests.patience import patience, wait_until
 
@@ -68,35 +68,22 @@ def critic(inputs, folder, port, *extra, ranks=1, launcher="python", script="ser
 def actor(
     inputs, folder, port, *extra, ranks=1, launcher="python", script="train_gpt_ppo_actor.py"
 ):
-    prompts = f"[{inputs}/prompts.jsonl]"
     return ScriptJob(
         script,
         folder / "actor.log",
         [
-            "trainer.accelerator=cpu",
-            "trainer.precision=32",
+            *rollout_options(inputs, folder, "ppo"),
             "trainer.ppo.max_steps=3",
             "trainer.ppo.val_check_interval=3",
             "trainer.ppo.initial_policy_kl_penalty=0.05",
             f"remote_critic_rm.critic.port={port}",
             "remote_critic_rm.critic.ip=127.0.0.1",
             f"remote_critic_rm.init_timeout_s={patience(90):.0f}",
-            f"pretrained_checkpoint.restore_from_path={inputs}/policy.nemo",
-            f"exp_manager.explicit_log_dir={folder}/actor",
-            "model.encoder_seq_length=48",
-            "model.micro_batch_size=2",
             "model.global_batch_size=4",
-            "model.optim.lr=1e-3",
             "model.optim.sched.warmup_steps=1",
             "model.ppo.num_rollout_samples=8",
             "model.ppo.rollout_micro_batch_size=4",
-            "model.ppo.num_val_samples=4",
             "model.ppo.val_rollout_micro_batch_size=2",
-            "model.ppo.length_params.max_length=12",
-            # Random weights rarely end a response; letters end one often enough to have both
-            # kinds of samples.
-            f"model.ppo.sampling_params.end_strings={list(string.ascii_lowercase)}",
-            f"model.data.data_prefix={{train: {prompts}, validation: {prompts}, test: {prompts}}}",
             *extra,
         ],
         ranks,

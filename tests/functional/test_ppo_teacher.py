@@ -13,13 +13,13 @@ from nemo_aligner.servers.ports import find_free_port
 from tests.functional.jobs import (
     assert_ended_well,
     assert_same_metrics,
+    kill_after_checkpoint,
     must_end_well,
     read_metrics,
     wait_until_serving,
 )
 from tests.functional.test_distillation_scripts import served
 from tests.functional.test_ppo_job import actor
-from tests.functional.test_ppo_without_critic import kill_after_checkpoint
 from tests.tiny_models import tiny_config
 
 pytestmark = pytest.mark.timeout(400)

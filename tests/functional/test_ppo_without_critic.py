@@ -7,24 +7,23 @@ steps.
 
 import contextlib
 import json
-import signal
 import textwrap
 
 import pytest
 
-from nemo_aligner.core.endings import ExitCode
 from nemo_aligner.servers.ports import find_free_port
 from tests.functional.jobs import (
     assert_ended_well,
     assert_same_metrics,
+    kill_after_checkpoint,
     must_end_well,
+    must_fail_with,
     read_metrics,
     reward_server,
     wait_until_serving,
 )
 from tests.functional.test_ppo_job import run_pair, without_critic
 from tests.json_server import JsonServer
-from tests.patience import wait_until
 
 pytestmark = pytest.mark.timeout(400)  # four starts of a process, ten seconds each
 
@@ -84,21 +83,6 @@ def grpo(inputs, folder, *extra, ranks=1):
     settings += ["trainer.ppo.adaptive_kl={enable: True, target: 0.01, horizon: 100}"]
     settings += ["trainer.ppo.kl_estimator=k3", "model.ppo.kl_loss_coef=0.1", *extra]
     return without_critic(inputs, folder, *settings, ranks=ranks)
-
-
-def kill_after_checkpoint(job, folder, step: int) -> None:
-    """SIGKILL as soon as the checkpoint of `step` is seen to be complete: in the middle of a later
-    step.
-    """
-    checkpoints = folder / "actor" / "checkpoints"
-
-    def is_complete() -> bool:
-        assert job.process.poll() is None, job.log[-3000:]
-        return any(checkpoints.glob(f"megatron_gpt-step={step}-*"))
-
-    wait_until(is_complete, 150, lambda: f"step {step} of\n{job.log[-3000:]}")
-    job.process.send_signal(signal.SIGKILL)
-    assert job.wait(10) == -signal.SIGKILL
 
 
 def samples_of(folder):
@@ -311,9 +295,5 @@ def test_own_loss_and_advantages(tmp_path, inputs, answers):
 
 
 def test_records_without_the_column_are_one_line(inputs, answers, tmp_path):
-    with grpo(inputs, tmp_path, *reward_fn(inputs, "by_answer"), ranks=2) as job:
-        assert job.wait(120) == ExitCode.USER_ERROR, job.log[-4000:]
-        assert not job.leftovers()
-    assert job.log.count("ERROR: ") == 1
-    for words in ("prompts.jsonl, line 1 ", "no column 'answer'", "['text']"):
-        assert words in job.log.split("ERROR: ")[1]
+    job = grpo(inputs, tmp_path, *reward_fn(inputs, "by_answer"), ranks=2)
+    must_fail_with(job, "prompts.jsonl, line 1 ", "no column 'answer'", "['text']")

@@ -7,7 +7,6 @@ back.
 
 import contextlib
 import json
-import time
 
 import psutil
 import pytest
@@ -21,9 +20,11 @@ from tests.functional.jobs import (
     read_metrics,
     reward_server,
     rollout_options,
+    wait_for,
+    wait_for_log,
     wait_until_serving,
 )
-from tests.patience import Deadline
+from tests.patience import patience
 
 pytestmark = pytest.mark.timeout(600)  # several processes; their own limits are shorter
 
@@ -58,7 +59,8 @@ OPTIONS = {
 def actor(inputs, folder, port, *extra, kind="rs", ranks=1, script=None):
     folder.mkdir(exist_ok=True)
     script = script or SCRIPTS[kind]
-    options = [*rollout_options(inputs, folder, kind, port), *OPTIONS[kind], *extra]
+    options = [*rollout_options(inputs, folder, kind), *OPTIONS[kind], "remote_rm.host=127.0.0.1"]
+    options += [f"remote_rm.port={port}", f"remote_rm.init_timeout_s={patience(90):.0f}", *extra]
     return ScriptJob(script, folder / "actor.log", options, ranks)
 
 
@@ -133,14 +135,6 @@ def test_the_same_command_resumes(inputs, server_port, tmp_path, kind, lora):
 # ------------------------------------------------------------------------------ a fleet of servers
 
 
-def wait_for(condition, job, what, timeout_s=90.0):
-    deadline = Deadline(timeout_s)
-    while not condition():
-        assert job.process.poll() is None, f"the actor ended before {what}:\n{job.log[-4000:]}"
-        assert not deadline.passed(), f"limit of {timeout_s} s without {what}:\n{job.log[-4000:]}"
-        time.sleep(0.1)
-
-
 def steps_done(folder):
     file = folder / "actor" / "metrics.jsonl"
     name = "train_rollouts/global_rewards"
@@ -174,18 +168,17 @@ def test_servers_that_are_killed_and_come_back_change_nothing(inputs, server_por
         for server in servers:
             wait_until_serving(server)
         with actor(inputs, fleet, ports[0], *steps, *addresses) as job:
-            wait_for(lambda: steps_done(fleet) >= 2, job, "two steps")
+            wait_for(job, lambda: steps_done(fleet) >= 2, "two steps")
             first.close()  # SIGKILL to all of its processes
-            wait_for(lambda: f":{ports[0]} is left out" in job.log, job, "the first's absence")
+            wait_for_log(job, f":{ports[0]} is left out")
             alone = steps_done(fleet)
-            wait_for(lambda: steps_done(fleet) >= alone + 2, job, "two steps with one server")
+            wait_for(job, lambda: steps_done(fleet) >= alone + 2, "two steps with one server")
             # However long a server takes to start on this machine, the run is not over by then.
             process = psutil.Process(job.process.pid)
             process.suspend()
             wait_until_serving(first.enter_context(start(ports[0], "again")))
             process.resume()
-            back = f"back: reward_model at 127.0.0.1:{ports[0]}"
-            wait_for(lambda: back in job.log, job, "its return")
+            wait_for_log(job, f"back: reward_model at 127.0.0.1:{ports[0]}")
             second.close()
             assert steps_done(fleet) <= 10, "nearly over when the first server came back"
             assert_ended_well(job, job.wait(300))

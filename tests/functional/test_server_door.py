@@ -28,6 +28,7 @@ from nemo_aligner.core.errors import ServerRequestError
 from nemo_aligner.servers import connection
 from nemo_aligner.servers.critic_client import RemoteGPTRMCriticClient
 from nemo_aligner.servers.exchange import Exchange, InferRequest, Peer, token_header
+from tests import processes, scripted_triton
 from tests.functional.critic_job import NAP, CriticJob
 from tests.patience import patience
 
@@ -60,7 +61,6 @@ def job(request, tmp_path_factory):
         yield job.wait_until_serving()
         job.signal_rank(0)
         job.must_exit_with(0)
-        job.assert_nothing_left()
 
 
 @pytest.fixture
@@ -74,14 +74,10 @@ def triton_job(job):
 def ask(port, method, path, body=None, headers=None, limit_s=20, token=TOKEN):
     """HTTP status and body of the reply; (0, b"") without a reply that is HTTP."""
     headers = {**(headers or {}), **token_header(token)}
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=patience(limit_s))
-    with contextlib.closing(connection):
-        try:
-            connection.request(method, path, body, headers)
-            reply = connection.getresponse()
-            return reply.status, reply.read()
-        except (ConnectionError, TimeoutError, http.client.HTTPException):
-            return 0, b""
+    try:
+        return scripted_triton.ask(("127.0.0.1", port), method, path, body, headers, limit_s)[::2]
+    except TimeoutError:
+        return 0, b""
 
 
 def assert_serving(job):
@@ -90,8 +86,7 @@ def assert_serving(job):
 
 
 def family(job):
-    root = psutil.Process(job.rank_pids()[0])
-    return [root, *root.children(recursive=True)]
+    return processes.family(job.rank_pids()[0])
 
 
 def listening_ports(job):
@@ -104,18 +99,10 @@ def listening_ports(job):
 def http_ports(job):
     """The ports of `listening_ports` behind which is an HTTP server; others belong to gloo."""
     others = [port for _address, port in listening_ports(job) if port != job.port]
-
-    def replies(port):
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=2)
-        quiet = contextlib.suppress(OSError, http.client.HTTPException)
-        with contextlib.closing(connection), quiet:
-            connection.request("GET", "/v2/health/live")
-            return connection.getresponse().status
-        return None
-
+    replies = lambda port: ask(port, "GET", "/v2/health/live", limit_s=2, token=None)
     with ThreadPoolExecutor(len(others)) as pool:
-        live = pool.map(replies, others)
-        return [job.port, *(port for port, status in zip(others, live) if status)]
+        live = zip(others, pool.map(replies, others))
+        return [job.port, *(port for port, (status, _) in live if status)]
 
 
 def test_another_user_cannot_have_triton_run_python(job, tmp_path):

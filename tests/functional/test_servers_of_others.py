@@ -14,20 +14,18 @@ import pytest
 import torch
 
 from nemo_aligner.core.errors import ServerRequestError
-from nemo_aligner.servers import critic_client, fleet, http_communicator
 from nemo_aligner.servers.critic_client import RemoteGPTRMCriticClient
 from nemo_aligner.servers.scoring_clients import RemoteGPTRMClient
 from tests.functional import test_ppo_job, test_rs_job
-from tests.functional.critic_job import TinyTokenizer
+from tests.functional.critic_job import TinyTokenizer, build_model
 from tests.functional.jobs import assert_ended_well, read_metrics, remote_rm
-from tests.functional.nemo_aligner_server import (
-    RAISE,
-    RATE,
-    VOCAB,
-    NeMoAlignerCritic,
-    initial_weights,
+from tests.functional.nemo_aligner_server import RAISE, NeMoAlignerCritic, initial_weights
+from tests.functional.test_critic_server import (
+    client_config,
+    expected_scores,
+    expected_update,
+    make_training_data,
 )
-from tests.functional.test_critic_server import client_config, make_training_data
 from tests.functional.triton_process import TritonProcess
 
 pytestmark = pytest.mark.timeout(600)
@@ -65,15 +63,6 @@ class UsersRewardServer(TritonProcess):
         self.run_python(str(script))
 
 
-@pytest.fixture
-def warnings(monkeypatch):
-    """What the clients warn of."""
-    said = []
-    for module in (critic_client, http_communicator, fleet):
-        monkeypatch.setattr(module.logging, "warning", said.append)
-    return said
-
-
 @pytest.fixture(scope="module")
 def critic():
     with NeMoAlignerCritic() as server:
@@ -88,24 +77,11 @@ def reward_server():
         yield server
 
 
-class TorchCritic:
+def torch_critic():
     """The critic of nemo_aligner_server.py in torch."""
-
-    def __init__(self):
-        self.embedding, self.vector, self.rewards = map(torch.tensor, initial_weights())
-
-    def values(self, tokens):
-        positions = torch.arange(1, tokens.shape[1] + 1)[None, :, None]
-        return (self.embedding[tokens % VOCAB].cumsum(1) / positions) @ self.vector
-
-    def update(self, tokens, returns, mask):
-        weights = [self.embedding.requires_grad_(), self.vector.requires_grad_()]
-        loss = 0.5 * ((self.values(tokens)[:, :-1] - returns)[mask.bool()] ** 2).mean()
-        gradients = torch.autograd.grad(loss, weights)
-        self.embedding, self.vector = (
-            (weight - RATE * gradient).detach() for weight, gradient in zip(weights, gradients)
-        )
-        return loss.item()
+    model = build_model()
+    model.embedding.data, model.value.data, model.reward = map(torch.tensor, initial_weights())
+    return model
 
 
 def rollout(rows=3, width=7):
@@ -118,7 +94,7 @@ def rollout(rows=3, width=7):
 
 def test_a_critic_of_nemo_aligner_scores_trains_and_saves(critic, warnings):
     """Exactly its own inputs reach it, and the numbers are right before and after an update."""
-    mirror, batch = TorchCritic(), rollout()
+    mirror, batch = torch_critic(), rollout()
     with contextlib.closing(
         RemoteGPTRMCriticClient(client_config(critic, pad_to_length=10), TinyTokenizer)
     ) as client:
@@ -131,23 +107,23 @@ def test_a_critic_of_nemo_aligner_scores_trains_and_saves(critic, warnings):
 
         def assert_scores():
             scores = client.infer_rm_critic(batch).scores()
-            last = batch["response_tokens"].gather(1, batch["response_lengths"][:, None] - 1)
-            assert torch.equal(scores.rewards.cpu(), mirror.rewards[last].flatten())
-            expected = mirror.values(batch["response_tokens"])[:, :-1]
+            rewards, values = expected_scores(mirror, *[*batch.values()][:2])
+            assert torch.equal(scores.rewards.cpu(), rewards)
             assert scores.values.shape == (3, 6)
+            expected = values[:, :-1]
             torch.testing.assert_close(scores.values.cpu(), expected, rtol=1e-5, atol=1e-5)
 
         assert_scores()
         data = make_training_data(rows=6, width=9)  # updates of 4 and 2 samples
         training = {"response_tokens": data["tokens"], "values": data["prev_values"], **data}
-        names, halves = ("tokens", "returns", "mask"), (slice(0, 4), slice(4, 6))
-        batches = [[data[name][rows] for name in names] for rows in halves]
-        losses = [mirror.update(*batch) for batch in batches]
+        halves = [{k: v[rows] for k, v in data.items()} for rows in (slice(0, 4), slice(4, 6))]
+        losses = [expected_update(mirror, half, gbs=4) for half in halves]
         assert client.train(training).result() == pytest.approx(losses[-1], rel=1e-4)
         assert_scores()
         assert client.save(actor_step=3).result() == 0
         saved = np.load(critic.record.with_suffix(".npz"))
-        np.testing.assert_allclose(saved["embedding"], mirror.embedding, rtol=1e-4, atol=1e-5)
+        learned = mirror.embedding.detach().numpy()
+        np.testing.assert_allclose(saved["embedding"], learned, rtol=1e-4, atol=1e-5)
 
         training["response_tokens"] = torch.full_like(data["tokens"], RAISE)
         with pytest.raises(ServerRequestError, match="a token it cannot stand"):

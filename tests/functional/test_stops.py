@@ -13,9 +13,14 @@ import psutil
 import pytest
 
 from nemo_aligner.core.endings import ExitCode
-from tests.functional.jobs import assert_same_metrics, must_succeed, read_metrics, wait_for_log
+from tests.functional.jobs import (
+    assert_same_metrics,
+    must_succeed,
+    read_metrics,
+    wait_for,
+    wait_for_log,
+)
 from tests.functional.test_sft_rm_scripts import data, sft  # noqa: F401  (a fixture)
-from tests.patience import wait_until
 
 pytestmark = pytest.mark.timeout(300)
 STEPS = 60
@@ -52,12 +57,7 @@ def test_a_job_that_is_stopped_again_and_again_ends_with_the_same_bits(
         ("torchrun", signal.SIGTERM, "SIGTERM", None),  # torchrun hands it on
     ]:
         with sft(data, tiny_tokenizer_dir, folder, *limits, ranks=2, launcher=launcher) as job:
-            wait_until(
-                lambda: steps_of(folder) > done + 3 or job.process.poll() is not None,  # noqa: B023
-                120,
-                lambda: job.log[-3000:],  # noqa: B023
-            )
-            assert job.process.poll() is None, job.log[-3000:]
+            wait_for(job, lambda: steps_of(folder) > done + 3, "three more steps")  # noqa: B023
             process = psutil.Process(job.process.pid)
             if rank == 1:
                 started = process.children()
@@ -88,14 +88,13 @@ def second_rank(job):
     found = []
 
     def takes_signals():
-        assert job.process.poll() is None, job.log[-3000:]
         if started := psutil.Process(job.process.pid).children():
             found[:] = [min(started, key=lambda child: (child.create_time(), child.pid))]
             status = Path(f"/proc/{found[0].pid}/status").read_text()
             return int(status.partition("SigCgt:")[2].split()[0], 16) >> (signal.SIGTERM - 1) & 1
         return False
 
-    wait_until(takes_signals, 60, lambda: job.log[-3000:], 0.05)
+    wait_for(job, takes_signals, "a second rank", 60)
     return found[0]
 
 

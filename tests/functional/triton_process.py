@@ -18,6 +18,7 @@ import psutil
 
 from nemo_aligner.servers.ports import find_free_port
 from tests.patience import Deadline
+from tests.processes import family, kill_all
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -95,23 +96,14 @@ class TritonProcess:
 
     def family(self) -> list[psutil.Process]:
         """Its processes: Python, then Triton with its stubs."""
-        if self.process is None or self.process.poll() is not None:
-            return []
-        root = psutil.Process(self.process.pid)
-        return [root, *root.children(recursive=True)]
-
-    def signal_all(self, number: int) -> None:
-        """Send a signal to all of its processes, Triton first."""
-        for member in reversed(self.family()):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                member.send_signal(number)
+        return family(self.process.pid) if self.process.poll() is None else []
 
     def kill(self) -> None:
         """Send SIGKILL to all of its processes: to clients, the loss of its machine."""
         if self.process is None:
             return
         files = self._files_elsewhere()
-        self.signal_all(signal.SIGKILL)
+        kill_all(reversed(self.family()))  # Triton first
         self.process.wait(10)
         # Of one that has ended by itself nothing else is known; the spelling is PyTriton's.
         files |= set(Path("/dev/shm").glob(f"pytrtion{self.process.pid}-*"))

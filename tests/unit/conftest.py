@@ -26,14 +26,6 @@ def write(tmp_path):
 
 
 @pytest.fixture
-def warnings(monkeypatch):
-    """The warnings so far."""
-    messages = []
-    monkeypatch.setattr(logging, "warning", lambda message, *_args, **_: messages.append(message))
-    return messages
-
-
-@pytest.fixture
 def log_level():
     """The commands lower it for their process."""
     level = logging.getEffectiveLevel()

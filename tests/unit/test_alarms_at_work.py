@@ -6,7 +6,6 @@ critic's update, and the alarm fires; a healthy job is silent."""
 import numpy as np
 import pytest
 import torch
-from nemo.utils import logging
 from omegaconf import OmegaConf
 
 from nemo_aligner.algorithms.alarms import sampling_ratio_metrics
@@ -17,7 +16,7 @@ from nemo_aligner.launch.model_loading import load_from_nemo
 from nemo_aligner.models.nlp.gpt.megatron_gpt_critic import MegatronGPTCriticModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_policy import MegatronGPTActorModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRewardModel
-from nemo_aligner.servers import validation
+from nemo_aligner.servers import schema
 from tests.ppo_fakes import FakeLogger, make_trainer
 from tests.tiny_models import PPO, tiny_config
 
@@ -61,13 +60,6 @@ def make_job(actor, **thresholds):
 
     trainer.score = infer_rm_critic
     return trainer
-
-
-@pytest.fixture
-def warnings(monkeypatch):
-    said = []
-    monkeypatch.setattr(logging, "warning", lambda text, *_args: said.append(text))
-    return said
 
 
 def alarms_of(warnings):
@@ -214,7 +206,7 @@ def test_a_critic_update_that_is_not_finite_is_refused_and_the_critic_goes_on(
     before = {name: value.clone() for name, value in critic.weights_to_cpu().items()}
     returns = request["returns"].copy()
     returns[1, 2] = 1e30  # finite; its square is not
-    monkeypatch.setattr(validation, "LARGEST_NUMBER", 1e31)
+    monkeypatch.setattr(schema, "LARGEST_NUMBER", 1e31)
     said = r"^critic step 1: the loss is inf \(first in sample 1 of the share"
     with pytest.raises(NonFiniteError, match=said):
         server.run_training(**request | {"returns": returns})

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nemo_aligner.algorithms.dynamic_sampling import DrawnPrompts, rewards_differ
+from nemo_aligner.algorithms.dynamic_sampling import DrawnPrompts
 from nemo_aligner.algorithms.rollouts import PPORolloutBatch
 from nemo_aligner.core.types import Scores
 from nemo_aligner.data.nlp.samplers import MegatronPretrainingRandomSampler
@@ -122,8 +122,8 @@ def test_choice_is_that_of_a_loop_over_the_rounds():
             candidates += [(n, place + i) for n, i in fresh if differ[i]]
             spare += [(n, place + i) for n, i in fresh if not differ[i]]
             full = len(candidates) >= wanted
-            assert drawn.is_full == full
             places = drawn.places
+            assert all(drawn.differ[place] for place in places) == full
             assert len(places) == wanted
             if full:
                 assert set(places) <= {place for _, place in candidates}
@@ -136,5 +136,9 @@ def test_choice_is_that_of_a_loop_over_the_rounds():
 
 def test_prompts_that_cannot_be_used_have_no_signal():
     rewards = torch.tensor([1.0, 0.0, 1.0, 0.0, 1.0, 1.0])
-    counts = torch.tensor([True, True, False, True, False, False])
-    assert rewards_differ(rewards, counts, 2).tolist() == [True, False, False]
+    rollout = {"response_tokens": torch.ones(6, 3, dtype=torch.int64), "idx": torch.arange(6) // 2}
+    rollout |= {"response_lengths": torch.full((6,), 3), "prompt_lengths": torch.full((6,), 1)}
+    rollout["loss_multiplier"] = torch.tensor([1.0, 1.0, 0.0, 1.0, 0.0, 0.0])
+    drawn = DrawnPrompts(3, 2, (1, 0), 0)
+    drawn.add(PPORolloutBatch(rollout), Scores(rewards))
+    assert drawn.differ == [True, False, False]

@@ -19,7 +19,7 @@ from nemo_aligner.evaluate.__main__ import main
 from nemo_aligner.evaluate.results import Scored, measure, render, shown, tables
 from nemo_aligner.evaluate.rewards import tokens_of
 from nemo_aligner.generate.__main__ import main as generate
-from nemo_aligner.generate.responses import Response, read_responses, write_responses
+from nemo_aligner.generate.responses import Response, read_responses, write_records
 from nemo_aligner.generate.settings import compose_settings
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRewardModel
@@ -144,11 +144,12 @@ def test_mistakes_are_one_message_each(folder, tmp_path, capsys):
     function = f"{folder / 'function.py'}:even"
     responses = read_responses(a)
     short, other, empty = (str(tmp_path / f"{name}.jsonl") for name in ("short", "other", "empty"))
-    write_responses(short, responses[:-1])
-    write_responses(other, [*responses[:-1], Response("another prompt", "x")])
-    write_responses(empty, [])
+    lines = [response.line for response in responses[:-1]]
+    write_records(short, lines)
+    write_records(other, [*lines, Response("another prompt", "x").line])
+    write_records(empty, [])
     long = str(tmp_path / "long.jsonl")
-    write_responses(long, [Response("a" * 30, "b" * 30)])
+    write_records(long, [Response("a" * 30, "b" * 30).line])
     nemo, bare = str(folder / "a.nemo"), str(tmp_path / "bare.jsonl")
     Path(bare).write_text('{"text": "the film"}')
     raises = tmp_path / "raises.py"

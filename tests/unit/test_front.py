@@ -14,7 +14,7 @@ import pytest
 
 from nemo_aligner.config.server_rules import FRONTENDS, RewardModelSpec
 from nemo_aligner.core.errors import ServerRequestError, UserError
-from nemo_aligner.servers import admission, exchange, http_communicator, http_server
+from nemo_aligner.servers import admission, exchange, http_server
 from nemo_aligner.servers import connection as connection_module
 from nemo_aligner.servers.admission import Access
 from nemo_aligner.servers.connection import Lease, LeaseTakenError
@@ -28,6 +28,7 @@ from nemo_aligner.servers.schema import (
     reward_model_endpoint,
 )
 from nemo_aligner.servers.served_model import ServerMismatchError
+from tests import scripted_triton
 from tests.patience import patience, wait_until
 from tests.scripted_triton import ScriptedTriton, open_front
 
@@ -76,8 +77,11 @@ def make_asgi_front(triton, token=None, lease_required=True):
 
 
 @pytest.fixture(params=[make_triton_front, make_asgi_front], ids=FRONTENDS)
-def make_front(request):
-    return request.param
+def make_front(request, triton):
+    """A front with `Access` as asked for, until the end of the test."""
+    with contextlib.ExitStack() as stack:
+        opened = lambda *access: contextlib.closing(request.param(triton, *access))
+        yield lambda *access: stack.enter_context(opened(*access))
 
 
 @pytest.fixture
@@ -93,16 +97,8 @@ def triton_front(triton):
 
 
 def ask(front, method, path, body=None, **headers):
-    """Status, headers and body of the reply; status 0 if there is none."""
-    connection = http.client.HTTPConnection(*front.address, timeout=patience(20))
     headers = {name.replace("_", "-"): value for name, value in headers.items()}
-    with contextlib.closing(connection):
-        try:
-            connection.request(method, path, body, headers)
-            reply = connection.getresponse()
-            return reply.status, reply.headers, reply.read()
-        except (ConnectionError, http.client.HTTPException):
-            return 0, {}, b""
+    return scripted_triton.ask(front.address, method, path, body, headers)
 
 
 def test_triton_gets_a_request_without_its_tensors(triton_front, triton):
@@ -126,11 +122,11 @@ def test_a_request_that_triton_does_not_run_is_an_error(triton_front, triton, mo
 
 
 def test_a_bad_request_is_an_error_of_its_own(make_front, triton):
-    with contextlib.closing(make_front(triton)) as front:
-        bad = json.dumps({"inputs": [TENSORS[0] | {"datatype": "FP32"}]}).encode()
-        status, _headers, reply = ask(front, "POST", INFER, bad)
-        assert status == 400 and "has dtype float32" in json.loads(reply)["error"]
-        assert ask(front, "POST", INFER, INFER_BODY)[0] == 200
+    front = make_front()
+    bad = json.dumps({"inputs": [TENSORS[0] | {"datatype": "FP32"}]}).encode()
+    status, _headers, reply = ask(front, "POST", INFER, bad)
+    assert status == 400 and "has dtype float32" in json.loads(reply)["error"]
+    assert ask(front, "POST", INFER, INFER_BODY)[0] == 200
 
 
 def test_requests_in_line_are_told_that_the_server_stops(triton, monkeypatch):
@@ -165,36 +161,36 @@ def test_requests_in_line_are_told_that_the_server_stops(triton, monkeypatch):
 def test_a_request_whose_client_has_left_is_dropped(make_front, triton, monkeypatch):
     """Unless somebody has begun to work on it."""
     monkeypatch.setattr(http_server, "HEARTBEAT_S", 0.05)
-    with contextlib.closing(make_front(triton)) as front:
-        release, submit, futures = threading.Event(), front.submit, []
-        monkeypatch.setattr(front, "submit", lambda *a: futures.append(submit(*a)) or futures[-1])
-        front._lines["critic_infer", False].submit(release.wait, patience(20))
-        gone = http.client.HTTPConnection(*front.address, timeout=patience(20))
-        gone.request("POST", INFER, INFER_BODY)
-        wait_until(lambda: futures, 20, lambda: "a request in line")
-        gone.close()
-        wait_until(futures[0].cancelled, 20, lambda: "it is dropped")
-        release.set()
-        assert ask(front, "POST", INFER, INFER_BODY)[0] == 200 and len(triton.handled) == 1
+    front = make_front()
+    release, submit, futures = threading.Event(), front.submit, []
+    monkeypatch.setattr(front, "submit", lambda *a: futures.append(submit(*a)) or futures[-1])
+    front._lines["critic_infer", False].submit(release.wait, patience(20))
+    gone = http.client.HTTPConnection(*front.address, timeout=patience(20))
+    gone.request("POST", INFER, INFER_BODY)
+    wait_until(lambda: futures, 20, lambda: "a request in line")
+    gone.close()
+    wait_until(futures[0].cancelled, 20, lambda: "it is dropped")
+    release.set()
+    assert ask(front, "POST", INFER, INFER_BODY)[0] == 200 and len(triton.handled) == 1
 
 
 def test_outputs_come_as_they_are_asked_for(make_front, triton):
     """All or some, as numbers in the JSON or as bytes behind it, with the id of the request."""
-    with contextlib.closing(make_front(triton)) as front:
-        body = json.loads(INFER_BODY) | {"id": "7", "outputs": [{"name": "rewards"}]}
-        status, headers, reply = ask(front, "POST", INFER, json.dumps(body).encode())
-        assert status == 200 and headers["Content-Type"] == "application/json"
-        content = json.loads(reply)
-        assert content["id"] == "7"
-        assert [output["name"] for output in content["outputs"]] == ["rewards"]
-        assert len(content["outputs"][0]["data"]) == 1
-        body["parameters"] = {"binary_data_output": True}
-        status, headers, reply = ask(front, "POST", INFER, json.dumps(body).encode())
-        size = int(headers["Inference-Header-Content-Length"])
-        assert status == 200 and len(reply) - size == 4
-        body["outputs"] = [{"name": "other"}]
-        status, _headers, reply = ask(front, "POST", INFER, json.dumps(body).encode())
-        assert status == 400 and "no output 'other'" in json.loads(reply)["error"]
+    front = make_front()
+    body = json.loads(INFER_BODY) | {"id": "7", "outputs": [{"name": "rewards"}]}
+    status, headers, reply = ask(front, "POST", INFER, json.dumps(body).encode())
+    assert status == 200 and headers["Content-Type"] == "application/json"
+    content = json.loads(reply)
+    assert content["id"] == "7"
+    assert [output["name"] for output in content["outputs"]] == ["rewards"]
+    assert len(content["outputs"][0]["data"]) == 1
+    body["parameters"] = {"binary_data_output": True}
+    status, headers, reply = ask(front, "POST", INFER, json.dumps(body).encode())
+    size = int(headers["Inference-Header-Content-Length"])
+    assert status == 200 and len(reply) - size == 4
+    body["outputs"] = [{"name": "other"}]
+    status, _headers, reply = ask(front, "POST", INFER, json.dumps(body).encode())
+    assert status == 400 and "no output 'other'" in json.loads(reply)["error"]
 
 
 def test_descriptions_are_those_of_triton(triton_front, triton):
@@ -283,49 +279,47 @@ TOKEN = "0123456789abcdef"
 
 
 def test_requests_bring_the_token(make_front, triton):
-    with contextlib.closing(make_front(triton, TOKEN)) as front:
-        for path in ("/v2/health/live", "/v2/models/critic_save/ready", "/v2/nothing"):
-            for credentials in ("", TOKEN, f"Bearer {TOKEN}0"):
-                given = {"Authorization": credentials} if credentials else {}
-                status, _headers, reply = ask(front, "GET", path, **given)
-                assert status == 401 and "token" in json.loads(reply)["error"]
-                assert TOKEN.encode() not in reply
-        for body in (b"{}", bytes(2**21), "ä".encode()):
-            assert ask(front, "POST", INFER, body, Authorization="Bearer \xff")[0] == 401
-        assert not triton.seen and not triton.handled
-        assert ask(front, "POST", INFER, INFER_BODY, Authorization=f"Bearer {TOKEN}")[0] == 200
+    front = make_front(TOKEN)
+    for path in ("/v2/health/live", "/v2/models/critic_save/ready", "/v2/nothing"):
+        for credentials in ("", TOKEN, f"Bearer {TOKEN}0"):
+            given = {"Authorization": credentials} if credentials else {}
+            status, _headers, reply = ask(front, "GET", path, **given)
+            assert status == 401 and "token" in json.loads(reply)["error"]
+            assert TOKEN.encode() not in reply
+    for body in (b"{}", bytes(2**21), "ä".encode()):
+        assert ask(front, "POST", INFER, body, Authorization="Bearer \xff")[0] == 401
+    assert not triton.seen and not triton.handled
+    assert ask(front, "POST", INFER, INFER_BODY, Authorization=f"Bearer {TOKEN}")[0] == 200
 
 
 def test_clients_send_the_token_and_say_which_one_is_asked_for(make_front, triton):
     """A request, a communicator and a fleet, with the right token and with others."""
-    with contextlib.closing(make_front(triton, TOKEN)) as front:
-        address = front.address
-        assert Peer(*address, TOKEN).status("/v2", patience(20)) == 200
-        assert Peer(*address).status("/v2", patience(20)) == 401
-        request = InferRequest("critic_infer", {"x": np.zeros(1)})
-        with pytest.raises(ServerRequestError, match="asks for a token"):
-            Exchange(Peer(*address)).run(request, patience(20))
-        for token, words in ((None, "this job has none"), ("x" * 16, "another one")):
-            expected = f"{words}.*NEMO_ALIGNER_TOKEN, or remote_critic_rm.token_file"
-            with HTTPCommunicator(token=token) as communicator:
-                with pytest.raises(ServerMismatchError, match=expected):
-                    communicator.add_server_by_name("critic_infer", *address)
-            spec = RewardModelSpec(None, "critic_infer", (address,), 1.0, "remote_rm.reward_model")
-            fleet = Fleet(spec, reward_model_endpoint(), 60.0, 60.0, token=token)
-            with contextlib.closing(fleet):
-                with pytest.raises(ServerMismatchError, match=f"{words}.*remote_rm.token_file"):
-                    while not fleet.wait_until_ready(1.0):
-                        pass
-        with HTTPCommunicator(token=TOKEN) as communicator:
-            communicator.add_server_by_name("critic_infer", *address)
+    front = make_front(TOKEN)
+    address = front.address
+    assert Peer(*address, TOKEN).status("/v2", patience(20)) == 200
+    assert Peer(*address).status("/v2", patience(20)) == 401
+    request = InferRequest("critic_infer", {"x": np.zeros(1)})
+    with pytest.raises(ServerRequestError, match="asks for a token"):
+        Exchange(Peer(*address)).run(request, patience(20))
+    for token, words in ((None, "this job has none"), ("x" * 16, "another one")):
+        expected = f"{words}.*NEMO_ALIGNER_TOKEN, or remote_critic_rm.token_file"
+        with HTTPCommunicator(token=token) as communicator:
+            with pytest.raises(ServerMismatchError, match=expected):
+                communicator.add_server_by_name("critic_infer", *address)
+        spec = RewardModelSpec(None, "critic_infer", (address,), 1.0, "remote_rm.reward_model")
+        fleet = Fleet(spec, reward_model_endpoint(), 60.0, 60.0, token=token)
+        with contextlib.closing(fleet):
+            with pytest.raises(ServerMismatchError, match=f"{words}.*remote_rm.token_file"):
+                while not fleet.wait_until_ready(1.0):
+                    pass
+    with HTTPCommunicator(token=TOKEN) as communicator:
+        communicator.add_server_by_name("critic_infer", *address)
 
 
-def test_a_client_warns_of_a_server_without_a_token(front, monkeypatch):
-    lines = []
-    monkeypatch.setattr(http_communicator.logging, "warning", lines.append)
+def test_a_client_warns_of_a_server_without_a_token(front, warnings):
     with HTTPCommunicator(token=TOKEN) as communicator:
         communicator.add_server_by_name("critic_infer", *front.address)
-    assert len(lines) == 1 and "without the token" in lines[0], lines
+    assert len(warnings) == 1 and "without the token" in warnings[0], warnings
 
 
 # ---- the lease ----
@@ -379,11 +373,11 @@ def test_a_holder_whose_request_is_worked_on_keeps_the_lease(front, monkeypatch)
 
 
 def test_clients_without_a_lease_where_they_are_welcome(make_front, triton):
-    with contextlib.closing(make_front(triton, lease_required=False)) as front:
-        assert save(front)[0] == 200
-        assert lease(front, "POST", A) == 200
-        assert save(front)[0] == save(front, B)[0] == 403
-        assert save(front, A)[0] == 200
+    front = make_front(None, False)
+    assert save(front)[0] == 200
+    assert lease(front, "POST", A) == 200
+    assert save(front)[0] == save(front, B)[0] == 403
+    assert save(front, A)[0] == 200
 
 
 def test_a_lease_whose_first_request_is_lost_is_asked_for_again(front, monkeypatch):

@@ -28,7 +28,7 @@ from nemo_aligner.data.nlp.prompts import RLHFDataset
 from nemo_aligner.data.nlp.record_encoder import chat_form
 from nemo_aligner.generate.__main__ import main
 from nemo_aligner.generate.policy import ChatForm, Policy
-from nemo_aligner.generate.responses import Response, read_responses, replaced, write_responses
+from nemo_aligner.generate.responses import Response, read_responses, replaced, write_records
 from nemo_aligner.generate.settings import compose_settings, is_setting
 from nemo_aligner.generate.terminal import TextStream
 from nemo_aligner.generation import GenerationParams
@@ -437,7 +437,7 @@ def test_files_of_responses_keep_everything(tmp_path):
         Response("p", "r 日本\n", 3, True, -1.25, [1, 2], [3, 4, 5], "300 tokens"),
         Response("p", "", columns={"answer": 4, "columns": ["x"]}),
     ]
-    write_responses(tmp_path / "r.jsonl", responses)
+    write_records(tmp_path / "r.jsonl", (response.line for response in responses))
     assert read_responses(tmp_path / "r.jsonl") == responses
     assert "日本" in (tmp_path / "r.jsonl").read_text()
     with (tmp_path / "r.jsonl").open("a") as file:

@@ -112,29 +112,18 @@ def test_a_reply_without_a_score_is_asked_for_again(tmp_path):
         assert len(server.requests) == 3
 
 
-def test_a_reply_that_was_cut_off_is_no_verdict(tmp_path):
-    cut = says('They wrote "Score: 10", but')
-    cut["choices"][0]["finish_reason"] = "length"
-    cut["usage"] = []  # what a server may send
-    with JsonServer(lambda *_: cut) as server:
-        with rewards(server.url, tmp_path, tries=2) as source:
-            said = "cut off at trainer.rs.judge.max_tokens"
-            with pytest.raises(RewardFunctionError, match=said):
-                score(source, "r")
-        assert len(server.requests) == 2
-        with rewards(server.url, tmp_path, tries=1, fallback=0.5) as source:
-            assert score(source, "r") == [0.5]
-        assert len(server.requests) == 3  # it was not kept
+CUT = {**says('They wrote "Score: 10", but'), "usage": []}  # what a server may send
+CUT["choices"][0]["finish_reason"] = "length"
 
 
 @pytest.mark.parametrize(
     "reply, words, tries",
     [
         ((500, b'{"error": {"message": "no"}}'), "HTTP 500: .*no", 1),
-        ((302, b""), r"HTTP 302: .*elsewhere/\?\*\*\*", 1),
         ((200, b"<html>"), "something else than a chat completion: <html>", 3),
         ({"choices": [{"message": {"content": ["a"]}}]}, "than a chat completion", 3),
         (says(None), "score from least to most in ''", 3),
+        (CUT, "cut off at trainer.rs.judge.max_tokens", 3),
         (None, r"within 0.3 s \(reward_fn_timeout_s\)|broke off", 3),
     ],
 )
@@ -146,6 +135,8 @@ def test_faults_of_a_server_are_one_error_or_the_fallback(tmp_path, reply, words
         assert "\n" not in str(caught.value) and len(server.requests) == tries
         with rewards(server.url, tmp_path, timeout_s=0.3, fallback=-7.0) as source:
             assert score(source, "r") == [-7.0]
+        is_kept = reply == says(None)  # others are asked for again
+        assert len(server.requests) == (tries if is_kept else 2 * tries)
 
 
 def test_a_server_that_is_busy_says_when_to_come_back(tmp_path):

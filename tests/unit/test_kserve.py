@@ -9,7 +9,7 @@ import json
 import numpy as np
 import pytest
 from tritonclient.http import InferenceServerClient, InferInput, InferRequestedOutput
-from tritonclient.utils import np_to_triton_dtype, triton_to_np_dtype
+from tritonclient.utils import np_to_triton_dtype
 
 from nemo_aligner.servers import kserve
 from nemo_aligner.servers.schema import (
@@ -35,13 +35,6 @@ def request_of_triton(arrays, binary, outputs=None):
     body = body if isinstance(body, bytes) else body.encode()
     size = len(body) if size is None else size
     return json.loads(body[:size]), body[size:]
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_names_of_types(dtype):
-    name = np_to_triton_dtype(np.dtype(dtype))
-    assert kserve.type_name(np.dtype(dtype)) == name
-    assert kserve.numpy_type(name) == np.dtype(triton_to_np_dtype(name)).type
 
 
 @pytest.mark.parametrize("binary", [True, False])

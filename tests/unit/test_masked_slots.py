@@ -149,7 +149,7 @@ CASES = {
         LOGITS_USED,
     ),
     "entropy": (
-        lambda logits: vocab_parallel.distributed_entropy(logits, LOGITS_USED[:, :-1]),
+        lambda logits: vocab_parallel.calculate_distributed_entropy(logits, LOGITS_USED[:, :-1]),
         "logits",
         LOGITS_USED,
     ),

@@ -15,7 +15,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from omegaconf import OmegaConf
 
-from nemo_aligner.checkpoint import megatron, sources
+from nemo_aligner.checkpoint import megatron, megatron_keys, sources
 from nemo_aligner.convert.__main__ import main
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
@@ -169,7 +169,7 @@ def test_what_would_change_the_model_is_refused_by_name(kind, args, named):
     given = vars(megatron_folders.args_of(kind, **args))
     refusal = megatron._refusal("root: args")
     with pytest.raises(UserError, match=f"^root: {named}.*would change the model; use another"):
-        megatron.argument_keys(given, refusal)
+        megatron_keys.argument_keys(given, refusal)
 
 
 @pytest.mark.parametrize(
@@ -206,27 +206,27 @@ def test_arguments_of_two_ages():
     old = {"norm_epsilon": 1e-6, "apply_layernorm_1p": True, "disable_bias_linear": True}
     new = {"layernorm_epsilon": 1e-6, "layernorm_zero_centered_gamma": True}
     for args in (old, new | {"add_bias_linear": False}):
-        keys = megatron.argument_keys(args | {"rotary_percent": 0.5}, refusal)
+        keys = megatron_keys.argument_keys(args | {"rotary_percent": 0.5}, refusal)
         assert keys["layernorm_epsilon"] == 1e-6 and keys["layernorm_zero_centered_gamma"]
         assert keys["bias"] is False and keys["rotary_percentage"] == 0.5
     gelu = {"bias_gelu_fusion": True, "num_query_groups": 1, "group_query_attention": False}
-    keys = megatron.argument_keys(gelu, refusal)
+    keys = megatron_keys.argument_keys(gelu, refusal)
     assert keys["bias_activation_fusion"] is True and "num_query_groups" not in keys
-    keys = megatron.argument_keys(gelu | {"add_bias_linear": False}, refusal)
+    keys = megatron_keys.argument_keys(gelu | {"add_bias_linear": False}, refusal)
     assert keys["bias_activation_fusion"] is False  # Megatron-LM has no kernel without a bias
 
 
 def test_what_megatron_lm_cannot_express_is_refused(tiny_tokenizer_dir):
     section = tiny_config(tiny_tokenizer_dir, "llama", activation="geglu", window_size=[7, 0])
     with pytest.raises(UserError, match="no arguments for model.activation='geglu'"):
-        megatron.arguments(section)
+        megatron_keys.arguments(section)
     window = {"window_size": [7, 0], "window_attn_skip_freq": [1, 0]}
-    args = megatron.arguments(tiny_config(tiny_tokenizer_dir, "gpt2", **window))
+    args = megatron_keys.arguments(tiny_config(tiny_tokenizer_dir, "gpt2", **window))
     expected = "--no-bias-gelu-fusion --window-size 7,0 --window-attn-skip-freq '[1,0]'"
-    assert megatron.command_line(args) == expected
+    assert megatron_keys.command_line(args) == expected
     scaled = tiny_config(tiny_tokenizer_dir, "llama", seq_len_interpolation_factor=2.0)
     expected = "--rotary-seq-len-interpolation-factor 2"  # an int there
-    assert megatron.command_line(megatron.arguments(scaled)) == expected
+    assert megatron_keys.command_line(megatron_keys.arguments(scaled)) == expected
 
 
 def test_faults_of_folders_are_named(tmp_path, tiny_tokenizer_dir):

@@ -25,8 +25,8 @@ from nemo_aligner.core.metrics import explained_variance_from_moments, explained
 from nemo_aligner.core.preference import dpo_loss, kto_loss, kto_statistics, log_ratios
 from nemo_aligner.parallel.vocab_parallel import (
     candidate_logprobs,
-    distributed_entropy,
     from_parallel_logits_to_logprobs,
+    logprobs_and_entropy,
     top_logits,
 )
 from tests.oracle_table import Case, Comparisons
@@ -293,7 +293,7 @@ def _(case, library):
     for temperature in (1.0, 0.7):
         ours, theirs = (logits.clone().requires_grad_() for _ in range(2))
         logprobs = from_parallel_logits_to_logprobs(ours, tokens, temperature=temperature)
-        entropy = distributed_entropy(ours, temperature=temperature)
+        entropy = logprobs_and_entropy(ours, tokens, temperature=temperature)[1]
         predicting, labels = theirs[:, :-1] / 1.0, tokens[:, 1:]  # column t predicts token t+1
         if library == "openrlhf":
             expected = oracle("openrlhf.models.utils").log_probs_from_logits(

@@ -32,7 +32,6 @@ from nemo_aligner.plan.jobs import (
     STEERLM2,
     STUDENT,
     job_config,
-    read_overrides,
     read_workload,
 )
 from nemo_aligner.plan.memory import (
@@ -56,7 +55,7 @@ from nemo_aligner.plan.parameters import (
     count_weights,
     read_architecture,
 )
-from nemo_aligner.plan.splits import pass_keys, shares
+from nemo_aligner.plan.splits import fit_passes, shares
 from tests import hugging_face
 from tests.cases import some_of
 from tests.tiny_models import GPT2_LIKE, LLAMA_LIKE, tiny_config
@@ -187,7 +186,7 @@ def test_activations_are_the_tensors_that_autograd_keeps(tiny_tokenizer_dir, var
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         module.decoder.layers[1](hidden, attention_mask=None, rotary_pos_emb=rotary)
     workload = Workload(width=width, samples=samples, on_gpu=False)
-    predicted = layer_bytes(architecture_of(model), Split(), samples, workload)
+    predicted = layer_bytes(architecture_of(model), Split(), workload)
     assert predicted == pytest.approx(sum(kept.values()), rel=0.02)
 
 
@@ -324,7 +323,7 @@ def test_what_makes_activations_smaller():
 
 
 def test_full_recomputation_keeps_the_inputs_of_layers():
-    layer, inputs = layer_bytes(LLAMA_8B, alone := Split(), 1, Workload()), 4096 * 4096 * 2
+    layer, inputs = layer_bytes(LLAMA_8B, alone := Split(), Workload()), 4096 * 4096 * 2
 
     def kept(**keys):
         return kept_bytes(LLAMA_8B, alone, 0, Workload(recompute="full", **keys))
@@ -555,7 +554,7 @@ def test_smaller_passes_have_the_key_of_the_job(model_file, capsys, job, key):
 def workload(job, path, *overrides, pp=1):
     """What a job computes at once."""
     model, _rows = read_model(Path(path))
-    cfg = job_config(job, model, read_overrides(list(overrides)), path)
+    cfg = job_config(job, model, list(overrides), path)
     return read_workload(job, cfg, Split(pp=pp))
 
 
@@ -593,7 +592,7 @@ def test_passes_of_dpo_count_pairs_by_number_and_responses_by_tokens(model_file)
 )
 def test_a_stored_dropout_counts_where_the_job_keeps_it(model_file, job, overrides, counts):
     path = model_file(hidden_dropout=0.1)
-    cfg = job_config(job, read_model(Path(path))[0], read_overrides(overrides), path)
+    cfg = job_config(job, read_model(Path(path))[0], overrides, path)
     assert read_architecture(cfg["model"], 128256).dropout == counts
 
 
@@ -684,5 +683,7 @@ def test_a_pass_over_prompts_is_planned_as_the_engine_makes_it():
 
 def test_passes_by_tokens_become_smaller_by_tokens():
     given = Workload(width=4096, forward_samples=8, by_tokens=True)
-    smaller = replace(given, forward_samples=2)
-    assert pass_keys(ACTOR, smaller, given) == {"model.dynamic_micro_batch_tokens": 8192}
+    phase = job_memory(LLAMA_8B, Split(), replace(given, forward_samples=2)).phases["log-probs"]
+    smaller, keys = fit_passes(ACTOR, LLAMA_8B, Split(), given, sum(phase.values()))
+    assert smaller.forward_samples == 2
+    assert keys == {"model.dynamic_micro_batch_tokens": 8192}

@@ -7,15 +7,10 @@ import math
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 
 from nemo_aligner.algorithms.ppo_data import correct_for_sampler, treat_covariant_tokens
-from nemo_aligner.core.kl import (
-    CovarianceSettings,
-    SamplerCorrection,
-    chosen_tokens,
-    correction_factors,
-    covariances,
-)
+from nemo_aligner.core.kl import chosen_tokens, correction_factors, covariances
 from nemo_aligner.core.losses import ppo_actor_loss
 from tests.ppo_fakes import make_trainer
 
@@ -23,6 +18,10 @@ ROWS, COLUMNS = 6, 7
 MASK = torch.tensor([[0, 1, 1, 1, 1, 1, 0], [0, 0, 1, 1, 1, 0, 0], [0] * 7] * 2).float()
 TOKENS = torch.arange(ROWS * (COLUMNS + 1)).view(ROWS, -1)
 LEVELS = ("token", "sequence", "geometric")
+
+
+def sampler_correction(*values):
+    return OmegaConf.create(dict(zip(("weights", "cap", "reject", "low", "high"), values)))
 
 
 def noise(seed, scale=0.6):
@@ -41,10 +40,10 @@ def naive_ratio(log_ratio, row, column, level):
 @pytest.mark.parametrize("weights", [None, *LEVELS])
 @pytest.mark.parametrize("reject", [None, *LEVELS])
 def test_factors_and_metrics_are_those_of_a_loop(weights, reject):
-    settings = SamplerCorrection(weights, 1.5, reject, 0.6, 1.8)
+    settings = sampler_correction(weights, 1.5, reject, 0.6, 1.8)
     sampler, trainer = noise(1), noise(2)
     log_ratio = torch.where(MASK != 0, trainer - sampler, 0)
-    factors, _ = correction_factors(log_ratio, MASK, settings)
+    factors, _ = correction_factors(log_ratio, MASK, **settings)
     outside = torch.where(MASK != 0, 0.0, torch.nan)
     batch = {"logprobs": trainer + outside, "sampling_logprobs": sampler}
     corrected, metrics = correct_for_sampler(torch.ones_like(MASK), batch, MASK, settings)
@@ -72,7 +71,7 @@ def test_factors_and_metrics_are_those_of_a_loop(weights, reject):
 
 def test_ratios_beyond_a_float32_and_no_token_at_all_are_no_error():
     far = torch.full_like(MASK, -30.0) * MASK
-    settings = SamplerCorrection("sequence", 2.0, None, 0.5, 2.0)
+    settings = sampler_correction("sequence", 2.0, None, 0.5, 2.0)
     for log_ratio, mask in ((far, MASK), (-far, MASK), (far, 0 * MASK)):
         batch = {"logprobs": log_ratio, "sampling_logprobs": torch.zeros_like(MASK)}
         corrected, metrics = correct_for_sampler(MASK, batch, mask, settings)
@@ -85,7 +84,7 @@ def test_kls_are_those_of_the_two_distributions():
     drawn = sampler.mul(1000).round().int().tolist()
     tokens = torch.tensor([t for t in range(3) for _ in range(drawn[t])])[:, None]
     batch = {"logprobs": trainer.log()[tokens], "sampling_logprobs": sampler.log()[tokens]}
-    settings = SamplerCorrection("token", 9.0, None, 0.0, 9.0)
+    settings = sampler_correction("token", 9.0, None, 0.0, 9.0)
     values = tokens.float()  # the mean of a quantity under the trainer, from the sampler's tokens
     corrected, metrics = correct_for_sampler(values, batch, torch.ones_like(values), settings)
     assert corrected.mean() == pytest.approx(float(trainer @ torch.arange(3.0)), rel=1e-5)
@@ -119,9 +118,8 @@ def test_covariant_tokens_are_those_of_a_loop():
     assert all(float(found[s]) == pytest.approx(naive[s], rel=1e-5) for s in slots)
 
     def chosen(new_rollout=0, **changes):
-        values = {"rule": "kl", "fraction": 0.25, "low": 0.0, "high": 0.2, "kl_coef": 0.5}
-        settings = CovarianceSettings(**values | changes)
-        got = chosen_tokens(logprobs, advantages, MASK, TOKENS + new_rollout, settings)
+        values = {"rule": "kl", "fraction": 0.25, "low": 0.0, "high": 0.2} | changes
+        got = chosen_tokens(logprobs, advantages, MASK, TOKENS + new_rollout, **values)
         return {tuple(slot) for slot in got.nonzero().tolist()}
 
     largest = sorted(slots, key=naive.get)[-4:]  # a quarter of 16
@@ -142,7 +140,8 @@ def test_chosen_tokens_lose_their_gradient_or_get_a_kl():
     weights = MASK / MASK.sum()
 
     def loss(rule):
-        settings = CovarianceSettings(rule, 0.25, 0.0, 0.2, 0.5)
+        settings = {"rule": rule, "fraction": 0.25, "low": 0.0, "high": 0.2, "kl_coef": 0.5}
+        settings = OmegaConf.create(settings)
         treated, metrics = treat_covariant_tokens(advantages, prev, batch, MASK, settings)
         assert metrics == {"fraction_of_covariant_tokens": pytest.approx(3 / 13)}
         order = torch.tensor([3, 0, 5, 1, 4, 2])  # as ranks might hold the samples

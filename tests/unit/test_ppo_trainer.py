@@ -414,14 +414,6 @@ def test_the_steps_of_actor_and_critic_are_compared_once_before_the_first_rollou
     assert len(trainer.rm_critic.checked) == 1 and trainer.step == 3
 
 
-@pytest.fixture
-def warnings(monkeypatch):
-    """What is warned of."""
-    said = []
-    monkeypatch.setattr(logging, "warning", said.append)
-    return said
-
-
 def test_a_kl_in_reward_and_loss_is_warned_of(warnings):
     settings = {"normalize_advantages": False, "initial_policy_kl_penalty": 0.01}
     make_trainer(**settings)

@@ -4,9 +4,9 @@
 should not.
 """
 
+import contextlib
 import os
 import re
-import signal
 import subprocess
 import sys
 import textwrap
@@ -24,8 +24,9 @@ from nemo_aligner.servers import reward_function, user_code
 from nemo_aligner.servers.requests import no_sentences
 from nemo_aligner.servers.reward_function import RewardFunction, RewardFunctionError
 from nemo_aligner.servers.schema import RequestError
-from tests.patience import Deadline, patience
-from tests.processes import is_alive
+from tests import processes
+from tests.patience import patience, wait_until
+from tests.processes import is_alive, left_of
 
 pytestmark = pytest.mark.slow
 
@@ -92,11 +93,19 @@ def family() -> set[psutil.Process]:
     return {child for child in children if is_alive(child)} - helpers
 
 
-def wait_until(condition, limit_s: float = 10.0) -> bool:
-    deadline = Deadline(limit_s)
-    while not condition() and not deadline.passed():
-        time.sleep(0.02)
-    return condition()
+@contextlib.contextmanager
+def program(folder: Path, text: str, does: str, workers: int = 1, **streams):
+    """A process that `does` something with the function of `text`; it is killed at the end."""
+    code = "import pathlib, sys\n"
+    code += "from nemo_aligner.servers.reward_function import RewardFunction\n"
+    code += f"with RewardFunction({write(folder, text)!r}, None, {workers}, 90) as function:\n"
+    code += textwrap.indent(textwrap.dedent(does), "    ")
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, bufsize=0, **streams)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait(10)
 
 
 @pytest.fixture(scope="module")
@@ -266,7 +275,8 @@ def test_a_sample_without_a_score_is_one_clear_error_and_the_next_request_is_ser
 def test_a_worker_that_was_ended_is_replaced_before_the_next_request(naughty):
     with pytest.raises(RewardFunctionError, match="exit code 7"):
         score_words(naughty, ["die"])
-    assert wait_until(lambda: len(family()) == 4), family()  # two keepers, two workers
+    # Two keepers, two workers.
+    wait_until(lambda: len(family()) == 4, 10, lambda: str(family()))
 
 
 def test_what_is_left_of_a_failed_request_ends_no_worker(naughty, monkeypatch):
@@ -278,14 +288,12 @@ def test_what_is_left_of_a_failed_request_ends_no_worker(naughty, monkeypatch):
     assert len(starts) <= 2  # each worker was at a chunk when the first sample failed
 
 
-def test_with_a_fallback_only_the_bad_samples_get_it(forgiving, monkeypatch):
+def test_with_a_fallback_only_the_bad_samples_get_it(forgiving, warnings):
     words = [str(number) for number in range(60)]
     bad = {3: "raise", 4: "die", 5: "die", 17: "nan", 30: "sleep", 31: "none", 44: "deaf"}
     bad[59] = "kill"
     for row, word in bad.items():
         words[row] = word
-    warnings = []
-    monkeypatch.setattr(reward_function.logging, "warning", warnings.append)
     scores = score_words(forgiving, words)
     assert scores == [-1.0 if row in bad else float(row) for row in range(60)]
     (warning,) = warnings
@@ -306,19 +314,13 @@ def test_the_time_limit_is_for_each_sample_not_for_the_request(tmp_path):
 @pytest.mark.full
 def test_what_a_function_prints_is_shown_and_bounded(tmp_path):
     """In a process of its own: the workers print to its output."""
-    write(tmp_path, NAUGHTY)
-    program = f"""
-import sys
-from nemo_aligner.servers.reward_function import RewardFunction
-with RewardFunction("{tmp_path}/reward.py:score", None, workers=1) as function:
-    print(function.score(["p"] * 3, ["print", "print", "7"], [1] * 3).tolist())
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, timeout=patience(60), cwd=ROOT
-    )
-    assert b"[1.0, 1.0, 7.0]" in done.stdout, done.stderr[-2000:]
-    assert b"x" * 200 in done.stdout and done.stdout.count(b"left out") == 1
-    assert len(done.stdout) < 25_000 and "\u2192".encode() in done.stderr
+    does = 'print(function.score(["p"] * 3, ["print", "print", "7"], [1] * 3).tolist())'
+    streams = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
+    with program(tmp_path, NAUGHTY, does, **streams) as process:
+        out, err = process.communicate(timeout=patience(60))
+    assert b"[1.0, 1.0, 7.0]" in out, err[-2000:]
+    assert b"x" * 200 in out and out.count(b"left out") == 1
+    assert len(out) < 25_000 and "\u2192".encode() in err
 
 
 @pytest.mark.full
@@ -334,18 +336,14 @@ def test_megabytes_written_past_python_do_not_reach_the_log(tmp_path, read):
             subprocess.run("head -c 10000000 /dev/zero", shell=True, check=True)
             return [float(responses[0])]
     """
-    program = f"""
-import pathlib, sys
-from nemo_aligner.servers.reward_function import RewardFunction
-with RewardFunction({write(tmp_path, text)!r}, None, workers=1, timeout_s=60) as function:
-    print("ready", flush=True)
-    sys.stdin.readline()
-    scores = function.score(["p"] * 3, ["1", "2", "3"], [1] * 3).tolist()
-pathlib.Path("{tmp_path}/scores").write_text(str(scores))
-"""
+    does = f"""
+        print("ready", flush=True)
+        sys.stdin.readline()
+        scores = function.score(["p"] * 3, ["1", "2", "3"], [1] * 3).tolist()
+        pathlib.Path("{tmp_path}/scores").write_text(str(scores))
+    """
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-    server = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, bufsize=0, **pipes)
-    try:
+    with program(tmp_path, text, does, **pipes) as server:
         while b"ready" not in (line := server.stdout.readline()):
             assert line, "the program ended"
         if not read:
@@ -354,8 +352,6 @@ pathlib.Path("{tmp_path}/scores").write_text(str(scores))
         if not read:
             server.wait(min(patience(60), 100))
         out, err = server.communicate(timeout=patience(60))
-    finally:
-        server.kill()
     assert (tmp_path / "scores").read_text() == "[1.0, 2.0, 3.0]", err[-2000:]
     if read:
         assert b"bytes of a reward function's output are left out" in out and b"xxx" in out
@@ -411,46 +407,21 @@ def test_closing_fails_what_is_in_progress_at_once_and_leaves_nothing(tmp_path):
 
     thread = threading.Thread(target=ask)
     thread.start()
-    assert wait_until(lambda: len(family() - before) == 6)  # both workers have started their sleep
-    processes = family() - before
+    wait_until(lambda: len(family() - before) == 6, 10)  # both workers have started their sleep
+    mine = family() - before
     start = time.monotonic()
     function.close()
     thread.join(40)
     assert time.monotonic() - start < 40  # it sleeps for a minute
     assert "shutting down" in outcome[0]
-    assert wait_until(lambda: not any(map(is_alive, processes)))
+    assert not left_of(mine, 10)
     function.close()  # a second time does nothing
     with pytest.raises(RewardFunctionError, match="shut down"):
         score_words(function, ["x"])
 
 
-def test_workers_end_with_a_parent_that_is_killed(tmp_path):
-    """The idle one and the one in the middle of a sample that hears no signal."""
-    write(tmp_path, NAUGHTY)
-    program = f"""
-from nemo_aligner.servers.reward_function import RewardFunction
-function = RewardFunction("{tmp_path}/reward.py:score", None, workers=2, timeout_s=50)
-print("ready", flush=True)
-function.score(["p"], ["deaf"], [1])
-"""
-    parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, cwd=ROOT)
-    try:
-        while b"ready" not in (line := parent.stdout.readline()):
-            assert line, "the program ended"
-        time.sleep(patience(0.3))
-        workers = psutil.Process(parent.pid).children(recursive=True)
-        assert len(workers) == 4  # and their keepers
-        parent.send_signal(signal.SIGKILL)
-        parent.wait(patience(10))
-        assert wait_until(lambda: not any(map(is_alive, workers)), 5)
-    finally:
-        parent.kill()
-        parent.wait(10)
-        parent.stdout.close()
-
-
 ESCAPED = """
-    import os, pathlib, signal, time
+    import ctypes, os, pathlib, signal, time
     def score(prompts, responses, lengths):
         if os.fork() == 0:
             os.setsid()
@@ -469,46 +440,38 @@ ESCAPED = """
             return [1.0]
         if responses[0] == "die":
             os._exit(3)
-        time.sleep(100)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        ctypes.PyDLL(None).sleep(100)  # in C, with Python's lock held
 """
 
 
-def escaped(folder: Path) -> list[psutil.Process]:
-    """The processes that `ESCAPED` has started, once there are two."""
-    pids = lambda: [int(path.name) for path in folder.iterdir() if path.name.isdigit()]
-    assert wait_until(lambda: len(pids()) == 2, 60)
-    return [psutil.Process(pid) for pid in pids()]
+def escaped(folder: Path) -> list[int]:
+    """The process ids that `ESCAPED` has started."""
+    return [int(path.name) for path in folder.iterdir() if path.name.isdigit()]
 
 
 @pytest.mark.parametrize("how", ["stay", "sleep", "die"])
 def test_processes_in_sessions_of_their_own_end_with_the_worker(tmp_path, how):
     """Stay: the server closes it later. Sleep: it is killed for its time limit. Die: by itself."""
-
-    def pids():
-        return [int(path.name) for path in tmp_path.iterdir() if path.name.isdigit()]
-
+    pids, is_there = lambda: escaped(tmp_path), psutil.pid_exists
     limit = {} if how == "die" else {"timeout_s": patience(1.5)}
     with served(tmp_path, ESCAPED, fallback=-1.0, **limit) as function:
         assert score_words(function, [how]) == [1.0 if how == "stay" else -1.0]
-        assert all(map(is_alive, escaped(tmp_path) if how == "stay" else []))
-        assert how != "die" or wait_until(lambda: not any(map(psutil.pid_exists, pids())))
-    assert how == "die" or len(pids()) == 2 and not any(map(psutil.pid_exists, pids()))
+        if how == "stay":
+            wait_until(lambda: len(pids()) == 2)
+            assert all(map(is_there, pids()))
+        elif how == "die":
+            wait_until(lambda: not any(map(is_there, pids())), 10)
+    assert how == "die" or len(pids()) == 2 and not any(map(is_there, pids()))
 
 
-@pytest.mark.full
-def test_processes_in_sessions_of_their_own_end_with_a_server_that_is_killed(tmp_path):
-    program = f"""
-from nemo_aligner.servers.reward_function import RewardFunction
-function = RewardFunction({write(tmp_path, ESCAPED)!r}, None, workers=1, timeout_s=90)
-function.score(["p"], ["sleep"], [1])
-"""
-    server = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT)
-    try:
-        started = escaped(tmp_path) + psutil.Process(server.pid).children(recursive=True)
-    finally:
-        server.kill()
-        server.wait(10)
-    assert len(started) >= 4 and wait_until(lambda: not any(map(is_alive, started)), 5)
+def test_all_processes_end_with_a_server_that_is_killed(tmp_path):
+    """The worker that is idle, the one whose sample hears no signal, and what that has started."""
+    does = 'function.score(["p"], ["sleep"], [1])'
+    with program(tmp_path, ESCAPED, does, workers=2) as server:
+        wait_until(lambda: len(escaped(tmp_path)) == 2)
+        started = {*map(psutil.Process, escaped(tmp_path)), *processes.family(server.pid)[1:]}
+    assert len(started) == 6 and not left_of(started, 5)  # two keepers, too
 
 
 def test_descriptors_do_not_leak(forgiving):

@@ -65,14 +65,6 @@ def test_what_the_function_sees(rows, strip, seen):
     assert shapes == [(seen, lengths)]
 
 
-def test_sentences_win_over_tokens():
-    server = make_server(last_token)
-    answer = server.infer(
-        sentences=np.array([[b"abc"], [b"d"]]), tokens=TOKENS[:2], sequence_lengths=LENGTHS[:2]
-    )
-    assert answer["rewards"].tolist() == [[3.0], [1.0]]
-
-
 def test_prompt_lengths_reach_a_function_that_needs_them_and_no_model():
     def after_prompt(tokens, lengths, prompt_lengths):
         assert prompt_lengths.dtype == torch.int64 and prompt_lengths.shape == lengths.shape
@@ -109,14 +101,6 @@ def test_attributes_are_given_apart():
     assert found["rewards"].tolist() == expected.tolist()
     with pytest.raises(RuntimeError, match="it must give 2 numbers per row"):
         make_server(last_token, attributes=2).infer(tokens=TOKENS, sequence_lengths=LENGTHS)
-
-
-def test_bounds_of_the_model():
-    server = make_server(last_token, vocab_size=9, max_length=5)
-    with pytest.raises(UserError, match="6 columns.*at most 5"):
-        server.infer(tokens=TOKENS, sequence_lengths=LENGTHS)
-    with pytest.raises(UserError, match=r"the id 9.*\[0, 9\)"):
-        server.infer(tokens=TOKENS[:, :5], sequence_lengths=LENGTHS)
 
 
 def test_batcher_options():

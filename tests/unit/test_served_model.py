@@ -19,7 +19,13 @@ from nemo_aligner.servers import exchange, schema
 from nemo_aligner.servers.exchange import InferRequest, Peer
 from nemo_aligner.servers.fleet import ServerUnreachableError
 from nemo_aligner.servers.http_communicator import HTTPCommunicator
-from nemo_aligner.servers.schema import Endpoint, ReplyError, RequestError, TensorSpec
+from nemo_aligner.servers.schema import (
+    Endpoint,
+    ReplyError,
+    RequestError,
+    TensorSpec,
+    validate_outcome,
+)
 from nemo_aligner.servers.served_model import (
     ADDITIONS,
     DescriptionError,
@@ -31,9 +37,10 @@ from nemo_aligner.servers.served_model import (
     read_served_model,
     warnings_about,
 )
-from nemo_aligner.servers.validation import validate_outcome
+from tests.cases import says
 from tests.patience import patience
 from tests.scripted_server import ScriptedServer, triton_config
+from tests.unit.test_kserve import DTYPES
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -113,7 +120,7 @@ def test_large_arrays_are_sent_from_where_they_lie_and_small_ones_in_one_part():
     assert len(InferRequest("m", {"small": large[:, :2].T}).body) == 1
 
 
-@pytest.mark.parametrize("dtype", [bool, np.int8, np.float16, np.float32, np.int64, np.uint8])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_the_bytes_are_those_of_tritons_own_client(dtype):
     import tritonclient.http
 
@@ -196,10 +203,8 @@ def test_what_would_change_a_number_is_refused(endpoint, data, forms, words):
         returns = sent(fit_requests(served, endpoint, data)[0])["returns"]
         np.testing.assert_array_equal(returns, data["returns"])
         return
-    with pytest.raises(RequestError) as caught:
+    with says(RequestError, *words):
         fit_requests(served, endpoint, data)
-    for word in words:
-        assert word in str(caught.value)
 
 
 def test_replies_take_the_form_of_the_schema():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from nemo_aligner.core.errors import UserError
-from nemo_aligner.servers import schema, validation
+from nemo_aligner.servers import schema
 from nemo_aligner.servers.constants import ServerSignal
 from tests.cases import says
 
@@ -25,48 +25,38 @@ def scoring_request(rows=2, width=5):
     return {"tokens": np.ones((rows, width), np.int64), "sequence_lengths": lengths}
 
 
-def table(specs):
-    names = [np.dtype(s.dtype).name if s.dtype is not np.bytes_ else "bytes" for s in specs]
-    return [(s.name, name, s.shape, s.optional) for s, name in zip(specs, names)]
+# Name, type and shape beside the samples of a batch, of inputs > outputs; `?`: it may be left out.
+PROTOCOL = """
+critic_infer: sentences? bytes [-1], tokens? int64 [-1], sequence_lengths? int64 [-1],
+  tokenizer? bytes [1] > values float32 [-1]
+critic_infer: sentences? bytes [-1], tokens? int64 [-1], sequence_lengths? int64 [-1],
+  tokenizer? bytes [1] > values float32 [-1], rewards float32 [-1]
+critic_train alone: tokens int64 [-1, -1], returns float32 [-1, -1], prev_values float32 [-1, -1],
+  mask float32 [-1, -1], request_id? bytes [1], piece? int64 [2] > loss_mean float32 [1]
+critic_save alone: dummy_var int64 [1], actor_step? int64 [1] > status int64 [1]
+reward_model: sentences? bytes [-1], tokens? int64 [-1], sequence_lengths? int64 [-1],
+  prompt_lengths? int64 [1], tokenizer? bytes [1] > rewards float32 [1]
+"""
+
+
+def written(endpoint):
+    """An endpoint as a line of `PROTOCOL`."""
+
+    def tensors(specs):
+        kind = lambda s: "bytes" if s.dtype is np.bytes_ else np.dtype(s.dtype).name
+        each = [f"{s.name}{'?' * s.optional} {kind(s)} {list(s.shape)}" for s in specs]
+        return ", ".join(each)
+
+    name = endpoint.name + " alone" * (not endpoint.batching)
+    return f"{name}: {tensors(endpoint.inputs)} > {tensors(endpoint.outputs)}"
 
 
 def test_endpoints_are_those_of_the_protocol():
-    rows = "int64", (-1,), True
-    scoring = [("sentences", "bytes", (-1,), True), ("tokens", *rows), ("sequence_lengths", *rows)]
-    tokenizer = ("tokenizer", "bytes", (1,), True)
-    combined, alone = schema.critic_infer_endpoint(True), schema.critic_infer_endpoint(False)
-    assert combined.name == alone.name == "critic_infer" and combined.batching
-    assert table(combined.inputs) == table(alone.inputs) == [*scoring, tokenizer]
-    assert table(combined.outputs) == [
-        ("values", "float32", (-1,), False),
-        ("rewards", "float32", (-1,), False),
-    ]
-    assert table(alone.outputs) == [("values", "float32", (-1,), False)]
-
-    train = schema.critic_train_endpoint()
-    assert train.name == "critic_train" and not train.batching
-    assert table(train.inputs) == [
-        ("tokens", "int64", (-1, -1), False),
-        ("returns", "float32", (-1, -1), False),
-        ("prev_values", "float32", (-1, -1), False),
-        ("mask", "float32", (-1, -1), False),
-        ("request_id", "bytes", (1,), True),
-        ("piece", "int64", (2,), True),
-    ]
-    assert table(train.outputs) == [("loss_mean", "float32", (1,), False)]
-
-    save = schema.critic_save_endpoint()
-    assert save.name == "critic_save" and not save.batching
-    assert table(save.inputs) == [
-        ("dummy_var", "int64", (1,), False),
-        ("actor_step", "int64", (1,), True),
-    ]
-    assert table(save.outputs) == [("status", "int64", (1,), False)]
-
-    reward = schema.reward_model_endpoint()
-    assert reward.name == "reward_model" and reward.batching
-    assert table(reward.inputs) == [*scoring, ("prompt_lengths", "int64", (1,), True), tokenizer]
-    assert table(reward.outputs) == [("rewards", "float32", (1,), False)]
+    endpoints = [schema.critic_infer_endpoint(combined) for combined in (False, True)]
+    endpoints += [schema.critic_train_endpoint(), schema.critic_save_endpoint()]
+    endpoints += [schema.reward_model_endpoint()]
+    lines = PROTOCOL.replace("\n  ", " ").strip().split("\n")
+    assert list(map(written, endpoints)) == lines
 
 
 def test_signals_keep_their_numbers():
@@ -90,22 +80,22 @@ def test_wrong_training_requests_name_the_tensor_and_the_remedy(change, words):
     changed = {**training_request(), **change}.items()
     request = {name: value for name, value in changed if value is not None}
     with says(UserError, *words, "critic_train"):
-        validation.validate_request(schema.critic_train_endpoint(), request)
+        schema.validate_request(schema.critic_train_endpoint(), request)
 
 
 def test_a_request_of_a_policy_with_another_tokenizer_names_both_and_the_remedy():
     mine, other = "9 tokens, end 0, aaaaaaaaaaaa", "9 tokens, end 0, bbbbbbbbbbbb"
     sent = np.array([[mine.encode()], [mine.encode()], [other.encode()]])  # merged: two clients
     for array in (sent, sent.astype(object)):
-        validation.validate_request(
+        schema.validate_request(
             schema.critic_infer_endpoint(True), {**scoring_request(rows=3), "tokenizer": array}
         )
         both = f"tokenizer ({other}) is not this server's ({mine})"
         with says(schema.RequestError, both, "rm_model_file"):
-            validation.validate_tokenizer(array, mine)
-        validation.validate_tokenizer(array[:2], mine)
-        validation.validate_tokenizer(array, None)
-    validation.validate_tokenizer(None, mine)
+            schema.validate_tokenizer(array, mine)
+        schema.validate_tokenizer(array[:2], mine)
+        schema.validate_tokenizer(array, None)
+    schema.validate_tokenizer(None, mine)
 
 
 @pytest.mark.parametrize(
@@ -127,7 +117,7 @@ def test_a_request_of_a_policy_with_another_tokenizer_names_both_and_the_remedy(
 )
 def test_content_of_a_training_request(change, words):
     with says(UserError, *words):
-        validation.validate_training_inputs(
+        schema.validate_training_inputs(
             **{**training_request(), **change}, vocab_size=32, max_length=8
         )
 
@@ -142,9 +132,9 @@ def test_content_of_a_training_request(change, words):
     ],
 )
 def test_ids_have_a_limit(sent, words):
-    assert validation.read_request_id(np.array([b"x" * 64])) == "x" * 64
+    assert schema.read_request_id(np.array([b"x" * 64])) == "x" * 64
     with pytest.raises(UserError, match=words) as caught:
-        validation.read_request_id(np.array([sent], dtype=object))
+        schema.read_request_id(np.array([sent], dtype=object))
     assert len(str(caught.value)) < 200
 
 
@@ -152,37 +142,29 @@ def test_nan_is_allowed_where_the_mask_is_zero():
     request = training_request()
     request["returns"][0, 2] = np.nan
     request["mask"][0, 2] = 0
-    validation.validate_training_inputs(**request, vocab_size=32, max_length=8)
+    schema.validate_training_inputs(**request, vocab_size=32, max_length=8)
 
 
 @pytest.mark.parametrize(
-    "prompts, words",
+    "lengths, prompts, words",
     [
-        ([[1]], ["'prompt_lengths'", "[1, 1]", "2 rows"]),
-        ([[1], [5]], ["'prompt_lengths' holds 5 in sample 1", "is 4"]),
-        ([[-1], [4]], ["'prompt_lengths' holds -1 in sample 0"]),
+        ([[5]], None, ["'sequence_lengths'", "2 rows"]),
+        ([[5], [0]], None, ["holds 0"]),
+        ([[5], [6]], None, ["holds 6", "[1, 5]"]),
+        ([[5], [4]], [[1]], ["'prompt_lengths'", "[1, 1]", "2 rows"]),
+        ([[5], [4]], [[1], [5]], ["'prompt_lengths' holds 5 in sample 1", "is 4"]),
+        ([[5], [4]], [[-1], [4]], ["'prompt_lengths' holds -1 in sample 0"]),
     ],
 )
-def test_prompt_lengths_of_a_scoring_request(prompts, words):
-    tokens, lengths = np.ones((2, 5), np.int64), np.array([[5], [4]])
-    validation.validate_scoring_inputs(tokens, lengths, prompt_lengths=np.array([[1], [4]]))
-    with says(UserError, *words):
-        validation.validate_scoring_inputs(tokens, lengths, prompt_lengths=np.array(prompts))
+def test_content_of_a_scoring_request(lengths, prompts, words):
+    def validate(lengths, prompts):
+        prompts = None if prompts is None else np.array(prompts)
+        given = {"vocab_size": 32, "max_length": 8, "prompt_lengths": prompts}
+        schema.validate_scoring_inputs(np.ones((2, 5), np.int64), np.array(lengths), **given)
 
-
-@pytest.mark.parametrize(
-    "lengths, words",
-    [
-        ([[5]], ["'sequence_lengths'", "2 rows"]),
-        ([[5], [0]], ["holds 0"]),
-        ([[5], [6]], ["holds 6", "[1, 5]"]),
-    ],
-)
-def test_content_of_a_scoring_request(lengths, words):
+    validate([[5], [4]], [[1], [4]])
     with says(UserError, *words):
-        validation.validate_scoring_inputs(
-            np.ones((2, 5), np.int64), np.array(lengths), vocab_size=32, max_length=8
-        )
+        validate(lengths, prompts)
 
 
 def rewards(*numbers):
@@ -191,13 +173,13 @@ def rewards(*numbers):
 
 def test_good_answers_pass():
     reply = {"rewards": rewards(1, -2)}
-    validation.validate_reply(schema.reward_model_endpoint(), reply, samples=2)
+    schema.validate_reply(schema.reward_model_endpoint(), reply, samples=2)
     values = np.array([[np.nan, 1, 2, np.nan], [0, 1, np.inf, 0]], np.float32)
     # A server may answer more columns than are used.
     used = np.array([[False, True, True], [True, True, False]])
     answer = {"rewards": rewards(0, 0), "values": values}
-    validation.validate_reply(schema.critic_infer_endpoint(True), answer, samples=2, used=used)
-    validation.validate_reply(schema.critic_infer_endpoint(False), {"values": values}, samples=2)
+    schema.validate_reply(schema.critic_infer_endpoint(True), answer, samples=2, used=used)
+    schema.validate_reply(schema.critic_infer_endpoint(False), {"values": values}, samples=2)
 
 
 @pytest.mark.parametrize(
@@ -215,7 +197,7 @@ def test_good_answers_pass():
 )
 def test_unusable_rewards_are_refused(answer, words):
     with says(schema.ReplyError, *words):
-        validation.validate_reply(schema.reward_model_endpoint(), answer, samples=3)
+        schema.validate_reply(schema.reward_model_endpoint(), answer, samples=3)
 
 
 @pytest.mark.parametrize(
@@ -238,4 +220,4 @@ def test_unusable_values_are_refused(values, words):
     used = np.array([[False, True, True, False], [True, True, False, False]])
     answer = {"rewards": rewards(0, 0), "values": values}
     with says(schema.ReplyError, *words):
-        validation.validate_reply(schema.critic_infer_endpoint(True), answer, samples=2, used=used)
+        schema.validate_reply(schema.critic_infer_endpoint(True), answer, samples=2, used=used)

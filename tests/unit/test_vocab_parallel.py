@@ -13,7 +13,6 @@ from benchmarks import logprob_memory
 from nemo_aligner.parallel import vocab_parallel
 from nemo_aligner.parallel.vocab_parallel import (
     DistributedLogprob,
-    distributed_entropy,
     from_parallel_logits_to_logprobs,
     logprobs_and_entropy,
 )
@@ -70,8 +69,7 @@ def test_the_entropy_beside_them_changes_no_bit_of_the_logprobs(chunked, dtype):
     for with_entropy in (False, True):
         x = logits.clone().requires_grad_()
         if with_entropy:
-            logprobs, entropy = logprobs_and_entropy(x, tokens)
-            assert torch.equal(entropy, distributed_entropy(x))
+            logprobs, _ = logprobs_and_entropy(x, tokens)
         else:
             logprobs = from_parallel_logits_to_logprobs(x, tokens)
         assert torch.equal(
@@ -128,7 +126,7 @@ def test_large_logits_stay_finite(scale):
     logits, tokens = inputs()
     logits = (logits + scale).requires_grad_()
     logprobs = from_parallel_logits_to_logprobs(logits, tokens)
-    entropy = distributed_entropy(logits)
+    entropy = logprobs_and_entropy(logits, tokens)[1]
     torch.testing.assert_close(logprobs, dense_logprobs(logits, tokens))
     (logprobs.sum() + entropy.sum()).backward()
     assert logits.grad.isfinite().all()
@@ -196,7 +194,7 @@ def test_overwritten_logits_that_are_needed_again_are_an_error():
         loss.backward()
 
     logits = source.clone()  # another function of the same logits
-    results = [distributed_entropy(logits)]
+    results = [logprobs_and_entropy(logits, tokens)[1]]
     results += [from_parallel_logits_to_logprobs(logits, tokens, overwrite_logits=True)]
     with pytest.raises(RuntimeError, match=written):
         (results[0].sum() + results[1].sum()).backward()

@@ -18,7 +18,7 @@ import functools
 import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -27,12 +27,6 @@ import torch
 import torch.nn.functional as F
 from megatron.core import tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
-from megatron.core.tensor_parallel.mappings import (
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
-    reduce_from_tensor_model_parallel_region,
-    reduce_scatter_to_sequence_parallel_region,
-)
 from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from megatron.core.transformer.transformer_config import TransformerConfig
 from nemo.utils import logging
@@ -166,35 +160,17 @@ class LoRA(torch.nn.Module):
         """What B is applied to: if split by rows all positions' states, else the ranks' sum."""
         if self.by_rows:
             if self.sequence_parallel:
-                return gather_from_sequence_parallel_region(hidden)
-            return copy_to_tensor_model_parallel_region(hidden)
+                return tensor_parallel.gather_from_sequence_parallel_region(hidden)
+            return tensor_parallel.copy_to_tensor_model_parallel_region(hidden)
         if self.sequence_parallel:
-            return reduce_scatter_to_sequence_parallel_region(hidden)
-        return reduce_from_tensor_model_parallel_region(hidden)
+            return tensor_parallel.reduce_scatter_to_sequence_parallel_region(hidden)
+        return tensor_parallel.reduce_from_tensor_model_parallel_region(hidden)
 
     def _drop(self, values: Tensor, split: bool) -> Tensor:
         """Dropout; ranks that hold different values draw different masks."""
-        fork = (
-            tensor_parallel.get_cuda_rng_tracker().fork if split and self.tp > 1 else nullcontext
-        )
-        with fork():
+        split = split and self.tp > 1
+        with tensor_parallel.get_cuda_rng_tracker().fork() if split else nullcontext():
             return F.dropout(values, self.dropout)
-
-    @torch.no_grad()
-    def delta(self) -> Tensor:
-        """What merging adds to this rank's part of the weight, float32 `[rows, columns]`."""
-        return delta(self.a, self.wide_b(), self.scale)
-
-    @contextmanager
-    def merged_into(self, linear: Any) -> Iterator[None]:
-        """Inside, the weight of `linear` is a copy with `delta`; then its very tensor again."""
-        whole = linear.weight.data
-        linear.weight.data = (whole.float() + self.delta()).to(whole.dtype)
-        self.merged = True
-        try:
-            yield
-        finally:
-            linear.weight.data, self.merged = whole, False
 
     def sharded(self, prefix: str) -> dict[str, Any]:
         """Entries of a sharded state dict; the linear layer's names begin with `prefix`."""
@@ -390,11 +366,18 @@ class NLPAdapterModelMixin(MegatronGPTModel):
 
     @contextmanager
     def adapters_merged(self) -> Iterator[None]:
-        """Inside, copies of the weights hold the adapters; then they have their former bits."""
-        with ExitStack() as stack:
-            for linear, adapter in self._adapters:
-                stack.enter_context(adapter.merged_into(linear))
+        """Inside, copies of the weights hold the adapters; then their very tensors are back."""
+        before = [(linear.weight, linear.weight.data) for linear, _adapter in self._adapters]
+        try:
+            with torch.no_grad():
+                for (linear, adapter), (_, whole) in zip(self._adapters, before, strict=True):
+                    added = delta(adapter.a, adapter.wide_b(), adapter.scale)
+                    linear.weight.data = (whole.float() + added).to(whole.dtype)
+                    adapter.merged = True
             yield
+        finally:
+            for (_linear, adapter), (weight, whole) in zip(self._adapters, before, strict=True):
+                weight.data, adapter.merged = whole, False
 
     def adapters_for_generation(self) -> AbstractContextManager[None]:
         """`adapters_merged` while responses are generated, unless the configuration says no."""

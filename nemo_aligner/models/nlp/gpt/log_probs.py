@@ -89,17 +89,14 @@ class LogProbsMixin(NLPAdapterModelMixin):
 
         def loss_fn(logits: Tensor, micro_batch: Batch) -> tuple[Tensor, Batch]:
             given = {name: micro_batch[name] for name in names if name in micro_batch}
-            tokens = micro_batch["tokens"]
-            if "labels" in micro_batch:
-                given["logprobs"] = self.logprobs(
-                    logits, micro_batch["labels"], forward_only, labels=True
-                )
-            elif "entropy" in names:
+            labels = "labels" in micro_batch
+            tokens = micro_batch["labels" if labels else "tokens"]
+            if "entropy" in names and not labels:
                 given["logprobs"], given["entropy"] = logprobs_and_entropy(
                     logits, tokens, inference_only=forward_only, **self._distribution()
                 )
             else:
-                given["logprobs"] = self.logprobs(logits, tokens, forward_only)
+                given["logprobs"] = self.logprobs(logits, tokens, forward_only, labels)
             value, metrics = loss(**given)
             return value, {"loss": value.detach(), **metrics}
 

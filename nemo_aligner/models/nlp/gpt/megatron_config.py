@@ -250,6 +250,12 @@ def build_transformer_config(cfg: DictConfig) -> TransformerConfig:
     config_class = YarnTransformerConfig if yarn else GPTConfig
     normalization = str(cfg.normalization).lower()
     scale = cfg.query_pre_attn_scalar
+    unrotated = _layer_pattern(cfg, "no_rope_freq", 2, "no rotation")
+    if isinstance(unrotated, int):
+        unrotated = [int((layer + 1) % unrotated == 0) for layer in range(cfg.num_layers)]
+    virtual = cfg.virtual_pipeline_model_parallel_size
+    if virtual == 1:  # Megatron Core would demand two pipeline stages for it
+        virtual = None
     settings: dict[str, Any] = dict(
         **{name: cfg[name] for name in (*SAME_NAMES, *ADDITIONS)},
         kv_channels=cfg.kv_channels or None,
@@ -261,7 +267,7 @@ def build_transformer_config(cfg: DictConfig) -> TransformerConfig:
         softmax_scale=None if scale is None else scale**-0.5,
         window_size=_window(cfg),
         window_attn_skip_freq=_layer_pattern(cfg, "window_attn_skip_freq", 2, "window"),
-        no_rope_freq=_layers_without_rotation(cfg),
+        no_rope_freq=unrotated,
         **yarn,
         output_layer_init_method=None
         if cfg.use_scaled_init_method
@@ -275,7 +281,12 @@ def build_transformer_config(cfg: DictConfig) -> TransformerConfig:
         recompute_granularity=cfg.activations_checkpoint_granularity,
         recompute_method=cfg.activations_checkpoint_method,
         recompute_num_layers=cfg.activations_checkpoint_num_layers,
-        **_parallel_settings(cfg),
+        **{key: cfg[key] for key in UNEVEN if cfg.pipeline_model_parallel_size > 1},
+        virtual_pipeline_model_parallel_size=virtual,
+        sequence_parallel=bool(cfg.sequence_parallel) and cfg.tensor_model_parallel_size > 1,
+        # Virtual stages with PP=2 get wrong gradients from batched p2p communication.
+        overlap_p2p_comm=virtual is not None,
+        batch_p2p_comm=virtual is None,
         **_fusion_settings(cfg),
         **(_expert_settings(cfg) if cfg.num_moe_experts else {}),
     )
@@ -317,13 +328,6 @@ def _activation_settings(cfg: DictConfig) -> dict[str, Any]:
     }
 
 
-def _layers_without_rotation(cfg: DictConfig) -> list[int] | None:
-    pattern = _layer_pattern(cfg, "no_rope_freq", 2, "no rotation")
-    if isinstance(pattern, int):
-        return [int((layer + 1) % pattern == 0) for layer in range(cfg.num_layers)]
-    return pattern
-
-
 def _window(cfg: DictConfig) -> tuple[int, int] | None:
     """`(positions before its own that a position attends to, 0)`; None: all of them."""
     if cfg.window_size is None:
@@ -343,20 +347,6 @@ def _window(cfg: DictConfig) -> tuple[int, int] | None:
             return None  # every position is in every later one's window
         raise ConfigError(f"model.window_size={given} needs model.context_parallel_size=1.")
     return before, after
-
-
-def _parallel_settings(cfg: DictConfig) -> dict[str, Any]:
-    virtual = cfg.virtual_pipeline_model_parallel_size
-    if virtual == 1:  # Megatron Core would demand two pipeline stages for it
-        virtual = None
-    return {
-        **{key: cfg[key] for key in UNEVEN if cfg.pipeline_model_parallel_size > 1},
-        "virtual_pipeline_model_parallel_size": virtual,
-        "sequence_parallel": bool(cfg.sequence_parallel) and cfg.tensor_model_parallel_size > 1,
-        # Virtual stages with PP=2 get wrong gradients from batched p2p communication.
-        "overlap_p2p_comm": virtual is not None,
-        "batch_p2p_comm": virtual is None,
-    }
 
 
 def _fusion_settings(cfg: DictConfig) -> dict[str, bool]:

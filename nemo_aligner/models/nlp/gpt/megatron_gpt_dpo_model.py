@@ -17,16 +17,8 @@ from lightning.pytorch import Trainer
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from torch import Tensor
 
+from nemo_aligner.core import preference
 from nemo_aligner.core.errors import ConfigError
-from nemo_aligner.core.preference import (
-    dpo_loss,
-    interleave,
-    kto_loss,
-    kto_statistics,
-    likelihood_fall,
-    log_ratios,
-    reward_statistics,
-)
 from nemo_aligner.core.types import DirectPairBatch, LabelledResponseBatch, SelfPlayBatch, SFTBatch
 from nemo_aligner.models.alignable_interface import SupervisedInterface
 from nemo_aligner.models.nlp.gpt.log_probs import (
@@ -62,8 +54,9 @@ class DirectPreferenceMixin(ReferencePolicyMixin, SupervisedInterface):
         rewards, `margin` (of the mean rewards) and `weights` (number of pairs).
         """
         self._check_reference_columns(batch)
+        pair: Any = batch  # by keys that are not literals
         both = {
-            name: interleave(batch[chosen], batch[rejected])  # type: ignore[literal-required]
+            name: preference.interleave(pair[chosen], pair[rejected])
             for name, chosen, rejected in (
                 ("tokens", "chosen", "rejected"),
                 ("lengths", "chosen_length", "rejected_length"),
@@ -90,7 +83,7 @@ class DirectPreferenceMixin(ReferencePolicyMixin, SupervisedInterface):
             weights: Tensor,
             reward_gaps: Tensor | None = None,
         ) -> tuple[Tensor, Batch]:
-            return dpo_loss(
+            return preference.dpo_loss(
                 logprobs=logprobs,
                 ref_logprobs=ref_logprobs,
                 mask=mask,
@@ -107,7 +100,7 @@ class DirectPreferenceMixin(ReferencePolicyMixin, SupervisedInterface):
             lengths=both["lengths"],
             together=2,
         )
-        reward_statistics(metrics)
+        preference.reward_statistics(metrics)
         chosen, rejected = metrics["rewards_chosen_mean"], metrics["rewards_rejected_mean"]
         metrics["margin"] = chosen - rejected
         metrics["weights"] = count
@@ -118,7 +111,7 @@ class DirectPreferenceMixin(ReferencePolicyMixin, SupervisedInterface):
         summary = super().summarize_metrics(metrics)
         if "gain_chosen" in summary:
             gains = summary.pop("gain_chosen"), summary.pop("gain_rejected")
-            summary["likelihood_fall"] = likelihood_fall(*gains)
+            summary["likelihood_fall"] = preference.likelihood_fall(*gains)
         return summary
 
 
@@ -174,7 +167,7 @@ class MegatronGPTKTOModel(ReferencePolicyMixin, SupervisedInterface):
         logprobs = self.get_inference_log_probs(
             batch["kl_samples"], response_lengths=batch["kl_sample_length"]
         )
-        ratios = log_ratios(
+        ratios = preference.log_ratios(
             logprobs=logprobs,
             ref_logprobs=batch["ref_policy_log_probs_kl_samples"].to(logprobs.device),
             mask=batch["kl_sample_mask"][:, 1:].to(logprobs.device),
@@ -204,7 +197,7 @@ class MegatronGPTKTOModel(ReferencePolicyMixin, SupervisedInterface):
             "desirable": batch["preference"],
         }
         loss, metrics = self.compute_loss(
-            partial(kto_loss, reference_point=reference_point, **self.loss_settings),
+            partial(preference.kto_loss, reference_point=reference_point, **self.loss_settings),
             columns,
             forward_only,
             lengths=batch["sample_length"],
@@ -215,7 +208,7 @@ class MegatronGPTKTOModel(ReferencePolicyMixin, SupervisedInterface):
 
     def summarize_metrics(self, metrics: Mapping[str, float | Tensor]) -> dict[str, float]:
         """Replace the sums of both kinds of samples by their means (`kto_statistics`)."""
-        return kto_statistics(super().summarize_metrics(metrics))
+        return preference.kto_statistics(super().summarize_metrics(metrics))
 
 
 # Names in a pair of SPIN -> in a preference pair.

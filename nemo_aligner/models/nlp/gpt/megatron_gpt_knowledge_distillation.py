@@ -65,7 +65,7 @@ class TopKTeacherModel(MegatronGPTModel):
         return Taught(logits, ids.long(), log_sum_exp.squeeze(-1), log_probs.squeeze(-1))
 
 
-class GPTKnowledgeDistillationModel(NLPAdapterModelMixin, MegatronGPTModel, SupervisedInterface):
+class GPTKnowledgeDistillationModel(NLPAdapterModelMixin, SupervisedInterface):
     """Student of a teacher whose largest logits stand beside the data, or are served
     (`algorithms/distillation.py`).
 

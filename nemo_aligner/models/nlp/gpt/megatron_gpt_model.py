@@ -35,10 +35,7 @@ from nemo_aligner.config.values import entries
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.core.losses import loss_count, loss_weights
 from nemo_aligner.core.tensors import counted_lengths
-from nemo_aligner.models.nlp.gpt.megatron_config import (
-    build_transformer_config,
-    torch_dtype,
-)
+from nemo_aligner.models.nlp.gpt.megatron_config import build_transformer_config, torch_dtype
 from nemo_aligner.models.nlp.gpt.megatron_layers import (
     GPTModel,
     add_to_module,
@@ -51,13 +48,8 @@ from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.collectives import sum_over_dp
 from nemo_aligner.parallel.device import get_device
 from nemo_aligner.parallel.environment import is_rank_zero
+from nemo_aligner.training import optim
 from nemo_aligner.training.megatron_steps import Batch, forward_backward
-from nemo_aligner.training.optim import (
-    build_optimizer,
-    build_scheduler,
-    chained_optimizers,
-    wrap_with_ddp,
-)
 
 _STEPS = "nemo_aligner.training.megatron_steps."
 # method -> what replaces it
@@ -160,7 +152,8 @@ class MegatronGPTModel(RetiredHooks, ModelPT):
         self.padded_vocab_size = count_vocab_rows(self.cfg, self.tokenizer.vocab_size)
         # Initial weights must not depend on earlier draws, and must differ between stages.
         torch.manual_seed(self.cfg.seed + 100 * parallel_state.get_pipeline_model_parallel_rank())
-        self.model: list[Any] = [self._build_chunk(stage) for stage in range(self._num_chunks())]
+        chunks = self.transformer_config.virtual_pipeline_model_parallel_size or 1
+        self.model: list[Any] = [self._build_chunk(stage, chunks) for stage in range(chunks)]
         if parallel_state.get_context_parallel_world_size() > 1:
             parallel_state.seed_generators(self.cfg.seed, by_context_rank=True)
         self._optimizer: MegatronOptimizer | None = None
@@ -176,14 +169,10 @@ class MegatronGPTModel(RetiredHooks, ModelPT):
     def check_config(cls, cfg: DictConfig) -> None:
         """Check values that only this role reads in a complete `cfg`; raises `ConfigError`."""
 
-    def _num_chunks(self) -> int:
-        return self.transformer_config.virtual_pipeline_model_parallel_size or 1
-
-    def _build_chunk(self, vp_stage: int) -> torch.nn.Module:
-        virtual = self._num_chunks() > 1
+    def _build_chunk(self, vp_stage: int, chunks: int) -> torch.nn.Module:
         first = parallel_state.is_pipeline_first_stage() and vp_stage == 0
-        last = parallel_state.is_pipeline_last_stage() and vp_stage == self._num_chunks() - 1
-        module = self.module_provider(first, last, vp_stage if virtual else None)
+        last = parallel_state.is_pipeline_last_stage() and vp_stage == chunks - 1
+        module = self.module_provider(first, last, vp_stage if chunks > 1 else None)
         add_to_module(module, self.cfg.apply_embedding_scaling)
         compute_swiglu_at_once(module)
         if last and hasattr(module, "output_layer"):
@@ -225,8 +214,7 @@ class MegatronGPTModel(RetiredHooks, ModelPT):
     def setup_training_data(self, *_args: Any, **_kwargs: Any) -> None:
         """Do nothing: the scripts set up the data."""
 
-    def setup_validation_data(self, *_args: Any, **_kwargs: Any) -> None:
-        """Do nothing."""
+    setup_validation_data = setup_training_data
 
     def list_available_models(self) -> list:
         """No pretrained models are distributed."""
@@ -256,14 +244,15 @@ class MegatronGPTModel(RetiredHooks, ModelPT):
         self, max_steps: int
     ) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
         """Wrap chunks, build optimizer and schedule over `max_steps`; all ranks call it, once."""
-        self.model = wrap_with_ddp(self.model, self.cfg.optim)
+        self.model = optim.wrap_with_ddp(self.model, self.cfg.optim)
         for chunk in self.model:
             chunk.broadcast_params()  # replicas start equal, whatever they were loaded from
-        optimizer = build_optimizer(self.model, self.cfg.optim, torch_dtype(self.cfg.precision))
+        dtype = torch_dtype(self.cfg.precision)
+        optimizer = optim.build_optimizer(self.model, self.cfg.optim, dtype)
         if self.transformer_config.bf16:
             for chunk in self.model:
                 chunk.config.grad_scale_func = optimizer.scale_loss
-        scheduler = build_scheduler(optimizer, self.cfg.optim, max_steps)
+        scheduler = optim.build_scheduler(optimizer, self.cfg.optim, max_steps)
         self._optimizer, self._scheduler = optimizer, scheduler
         return optimizer, scheduler
 
@@ -272,7 +261,7 @@ class MegatronGPTModel(RetiredHooks, ModelPT):
         if not wanted or self._optimizer is None:
             return
         # Not the optimizer's weights: those in fp32 are the model's own, which inference needs.
-        for part in chained_optimizers(self._optimizer):
+        for part in optim.chained_optimizers(self._optimizer):
             for state in part.optimizer.state.values() if part.optimizer is not None else ():
                 for name, value in state.items():
                     if isinstance(value, Tensor) and value.dim() > 0:
@@ -520,7 +509,14 @@ class MegatronGPTModel(RetiredHooks, ModelPT):
                 if not bare.startswith((*skip, *missing_ok)):
                     missing += absent
                 for part in parts if name in chunk else ():
-                    self._check_shape(path, part, stored[part.key])
+                    shape, own = stored[part.key], tuple(part.global_shape)
+                    # Embedding tables may differ in their padding, which depends on the split.
+                    if not part.allow_shape_mismatch and shape != own:
+                        raise UserError(
+                            f"{path} holds {part.key} of shape {shape}, but this model's is "
+                            f"{own}; set its keys as in its model_config.yaml (for learned "
+                            "positions encoder_seq_length and max_position_embeddings)."
+                        )
         if strict and missing:
             missing = sorted(set(missing))
             raise UserError(
@@ -529,16 +525,6 @@ class MegatronGPTModel(RetiredHooks, ModelPT):
             )
         loaded = load_weights(source, sharded)
         self.load_sharded_weights(loaded, strict=strict and not missing_ok)
-
-    @staticmethod
-    def _check_shape(path: PathLike[str], tensor: Any, shape: tuple[int, ...]) -> None:
-        # Embedding tables may differ in their padding rows, which depend on the split.
-        if not tensor.allow_shape_mismatch and shape != tuple(tensor.global_shape):
-            raise UserError(
-                f"{path} holds {tensor.key} of shape {shape}, but this model's is "
-                f"{tuple(tensor.global_shape)}; set its keys as in its model_config.yaml (for "
-                "learned positions encoder_seq_length and max_position_embeddings)."
-            )
 
     def check_checkpoint(self, folder: Path) -> None:
         """Check, on all ranks, that a checkpoint belongs to this model, before it is loaded."""

@@ -5,6 +5,7 @@ the policies of PPO, REINFORCE and rejection sampling are this one with a loss.
 """
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -105,8 +106,8 @@ class MegatronGPTPolicyModel(LogProbsMixin, AlignableGenerativeInterface):
 
     def _divided(self, split: Split) -> GPTModel:
         """A module without values, for the groups of `split`."""
-        stages, stage = split.pipeline_ranks, split.pipeline.rank()
-        config = divided(self.transformer_config, split.tensor_ranks, stages)
+        stages, stage = split.pipeline.size(), split.pipeline.rank()
+        config = divided(self.transformer_config, split.tensor.size(), stages)
         groups = ProcessGroupCollection.use_mpu_process_groups()
         groups.tp, groups.pp, groups.mp = split.tensor, split.pipeline, split.copy
         groups.embd = split.embedding
@@ -197,25 +198,20 @@ class MegatronGPTPolicyModel(LogProbsMixin, AlignableGenerativeInterface):
         return size if memory is None else self.generator.slots_within(memory * 1e9)
 
     def _prompts(self, batch: InferenceBatch) -> Prompts:
-        seeds = batch.get("sample_seeds")
+        prompts, lengths, seeds = batch["text"], batch["length"], batch.get("sample_seeds")
         if seeds is None:
-            seeds = self._seeds_of_prompts(batch["text"], batch["length"])
+            hashes = []  # of each prompt: a polynomial, mod 2^61 - 1
+            for tokens, length in zip(prompts.tolist(), lengths.tolist(), strict=True):
+                value = length
+                for token in tokens[:length]:
+                    value = (value * 1_000_003 + token + 1) % (2**61 - 1)
+                hashes.append(value)
+            seeds = sample_seeds(self.cfg.seed, 0, torch.tensor(hashes))
         records = (batch["record"],) if "record" in batch else ()
-        return batch["text"], batch["length"], seeds, *records
+        return prompts, lengths, seeds, *records
 
     def _params(self, batch: InferenceBatch) -> GenerationParams:
-        wanted = bool(batch.get("return_logprobs"))
-        return dataclasses.replace(self.generation_params, return_logprobs=wanted)
-
-    def _seeds_of_prompts(self, prompts: Tensor, lengths: Tensor) -> Tensor:
-        """int64 `[B]`: a polynomial hash (mod 2^61 - 1) of a prompt, mixed with `model.seed`."""
-        hashes = []
-        for tokens, length in zip(prompts.tolist(), lengths.tolist(), strict=True):
-            value = length
-            for token in tokens[:length]:
-                value = (value * 1_000_003 + token + 1) % (2**61 - 1)
-            hashes.append(value)
-        return sample_seeds(self.cfg.seed, 0, torch.tensor(hashes))
+        return _returning(self.generation_params, bool(batch.get("return_logprobs")))
 
     def get_ltor_masks_and_position_ids(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Attention mask bool `[B, 1, S, S]` (True: must not see) of causal attention over samples
@@ -226,6 +222,11 @@ class MegatronGPTPolicyModel(LogProbsMixin, AlignableGenerativeInterface):
         positions = torch.arange(width, device=tokens.device).expand(samples, -1)
         ones = torch.ones(samples, width, device=tokens.device)
         return hidden.expand(samples, 1, -1, -1), ones, positions
+
+
+@functools.lru_cache
+def _returning(params: GenerationParams, logprobs: bool) -> GenerationParams:
+    return dataclasses.replace(params, return_logprobs=logprobs)
 
 
 def _rollout(generated: GenerationOutput, prompt_lengths: Tensor) -> Rollout:

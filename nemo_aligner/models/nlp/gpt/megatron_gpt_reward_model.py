@@ -33,7 +33,7 @@ from nemo_aligner.generation.interface import tokenize_batch
 from nemo_aligner.models.alignable_interface import Inferrable, SupervisedInterface
 from nemo_aligner.models.nlp.gpt.adapter_mixin import NLPAdapterModelMixin
 from nemo_aligner.models.nlp.gpt.gpt_reward_model import GPTRewardModel
-from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel, weights_of_samples
+from nemo_aligner.models.nlp.gpt.megatron_gpt_model import weights_of_samples
 from nemo_aligner.parallel.collectives import sum_over_dp
 from nemo_aligner.parallel.device import get_device
 from nemo_aligner.training.megatron_steps import (
@@ -49,9 +49,7 @@ HEAD_DTYPES = {
 }
 
 
-class MegatronGPTRewardModel(
-    NLPAdapterModelMixin, MegatronGPTModel, SupervisedInterface, Inferrable
-):
+class MegatronGPTRewardModel(NLPAdapterModelMixin, SupervisedInterface, Inferrable):
     """Reward model for binary preferences.
 
     Args:
@@ -116,15 +114,9 @@ class MegatronGPTRewardModel(
         """The head: a language model's checkpoint has none."""
         return ("rm_head.",)
 
-    def load_nemo_weights(
-        self,
-        restore_path: str | PathLike[str],
-        strict: bool = True,
-        missing_ok: tuple[str, ...] = (),
-        skip: tuple[str, ...] = (),
-    ) -> None:
+    def load_nemo_weights(self, restore_path: str | PathLike[str], *how: Any, **more: Any) -> None:
         source = open_source(restore_path)
-        super().load_nemo_weights(source, strict, missing_ok, skip)
+        super().load_nemo_weights(source, *how, **more)
         has_head = broadcast_from_last_stage(self.has_trained_head)
         if not has_head:
             logging.info(f"the head is new, from model.seed={self.cfg.seed}")

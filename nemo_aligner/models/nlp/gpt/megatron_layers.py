@@ -170,8 +170,8 @@ class TwoRotations(torch.nn.Module):
         return torch.cat([whole, local], -1)
 
 
-def change_layer(layer: ModuleSpec, config: GPTConfig, capped_attention: type) -> None:
-    """Change the specification of a layer; Transformer Engine's has no `capped_attention`."""
+def change_layer(layer: ModuleSpec, config: GPTConfig) -> None:
+    """Change the specification of a layer."""
     submodules: Any = layer.submodules
     attention = submodules.self_attention.submodules
     if config.qk_layernorm_all_heads:
@@ -196,7 +196,7 @@ def change_layer(layer: ModuleSpec, config: GPTConfig, capped_attention: type) -
     if config.parallel_attention:
         submodules.pre_mlp_layernorm = NormOfAttention
     if config.attn_logit_softcapping is not None and use_transformer_engine():
-        attention.core_attention = capped_attention
+        attention.core_attention = SDPAttention  # Transformer Engine's has no cap
 
 
 def add_to_module(module: Any, scale_embeddings: bool) -> None:
@@ -204,8 +204,16 @@ def add_to_module(module: Any, scale_embeddings: bool) -> None:
     embeddings by sqrt(hidden size) (`apply_embedding_scaling`).
     """
     config = module.config
-    if module.pre_process:
-        _multiply_embeddings(module, config, scale_embeddings)
+    factor = config.embedding_multiplier
+
+    def multiply(_embedding: torch.nn.Module, _inputs: Any, output: Tensor) -> Tensor:
+        if scale_embeddings:
+            # The factor is rounded to the dtype of the embeddings, as in Gemma and NeMo.
+            output = output * torch.tensor(math.sqrt(config.hidden_size), dtype=output.dtype)
+        return output if factor == 1 else output * factor
+
+    if module.pre_process and (scale_embeddings or factor != 1):
+        module.embedding.register_forward_hook(multiply)  # not of a shared output layer
     for layer in module.decoder.layers:
         _end_branches(layer, config)
         if config.parallel_attention:
@@ -222,20 +230,6 @@ def add_to_module(module: Any, scale_embeddings: bool) -> None:
         module.output_layer.register_forward_hook(
             lambda _layer, _inputs, output: (scaled_logits(output[0], config), output[1])
         )
-
-
-def _multiply_embeddings(module: Any, config: GPTConfig, by_size: bool) -> None:
-    """A shared output layer is not affected."""
-    factor = config.embedding_multiplier
-
-    def multiply(_embedding: torch.nn.Module, _inputs: Any, output: Tensor) -> Tensor:
-        if by_size:
-            # The factor is rounded to the dtype of the embeddings, as in Gemma and NeMo.
-            output = output * torch.tensor(math.sqrt(config.hidden_size), dtype=output.dtype)
-        return output if factor == 1 else output * factor
-
-    if by_size or factor != 1:
-        module.embedding.register_forward_hook(multiply)
 
 
 def _branch_end(norm: torch.nn.Module | None, factor: float, branch: Tensor) -> Tensor:
@@ -312,16 +306,10 @@ class SDPAttention(MegatronModule):
         self,
         config: TransformerConfig,
         layer_number: int,
-        attn_mask_type: AttnMaskType,
-        attention_type: str,
-        attention_dropout: float | None = None,
         softmax_scale: float | None = None,
-        cp_comm_type: str | None = None,
-        pg_collection: ProcessGroupCollection | None = None,
+        **_of_other_kinds: Any,
     ):
         super().__init__(config=config)
-        given = attention_dropout
-        self.attention_dropout = config.attention_dropout if given is None else given
         self.softmax_scale = softmax_scale
         self.window: int | None = None  # positions before its own that each position attends to
         self.softcap = getattr(config, "attn_logit_softcapping", None)
@@ -335,9 +323,8 @@ class SDPAttention(MegatronModule):
         key: Tensor,
         value: Tensor,
         attention_mask: Tensor | None = None,
-        attn_mask_type: AttnMaskType | None = None,
-        attention_bias: Tensor | None = None,
         packed_seq_params: Any = None,
+        **_of_other_kinds: Any,
     ) -> Tensor:
         if packed_seq_params is not None:
             ends = packed_seq_params.cu_seqlens_q.tolist()
@@ -363,10 +350,11 @@ class SDPAttention(MegatronModule):
             in_window = visible(positions, width, self.window)
             mask = in_window if mask is None else mask & in_window
         arguments = queries, keys, values, mask, self.softmax_scale, self.softcap
-        if self.training and self.attention_dropout > 0:
+        dropout = self.config.attention_dropout
+        if self.training and dropout > 0:
             # Heads are split over TP ranks (and queries over CP ranks): each draws its own mask.
             with tensor_parallel.get_cuda_rng_tracker().fork():
-                return attention(*arguments, self.attention_dropout)
+                return attention(*arguments, dropout)
         return attention(*arguments)
 
 
@@ -440,19 +428,13 @@ def compute_logits_batch_first(model: Any) -> None:
     returns: it would copy them, and their gradient. Here the far smaller hidden states are copied
     (not with sequence parallelism, which gathers along their first dimension).
     """
-    if model.config.sequence_parallel:
-        return
-
-    def hidden_batch_first(_layer: torch.nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        hidden, *others = inputs
-        return (hidden.transpose(0, 1).contiguous(), *others)
-
-    def as_expected(_layer: torch.nn.Module, _inputs: Any, output: tuple[Any, ...]) -> Any:
-        logits, bias = output
-        return logits.transpose(0, 1), bias  # the copy that follows finds it in order
-
-    model.output_layer.register_forward_pre_hook(hidden_batch_first)
-    model.output_layer.register_forward_hook(as_expected)
+    if not model.config.sequence_parallel:
+        model.output_layer.register_forward_pre_hook(
+            lambda _layer, inputs: (inputs[0].transpose(0, 1).contiguous(), *inputs[1:])
+        )
+        model.output_layer.register_forward_hook(  # the copy that follows finds it in order
+            lambda _layer, _inputs, output: (output[0].transpose(0, 1), output[1])
+        )
 
 
 def build_layer_spec(
@@ -466,30 +448,25 @@ def build_layer_spec(
     if not engine:
         block.layer_norm = LocalNorm
         for layer in block.layer_specs:
-            _use_our_parts(layer, config)
+            submodules: Any = layer.submodules
+            submodules.input_layernorm = submodules.pre_mlp_layernorm = LocalNorm
+            attention = submodules.self_attention.submodules
+            attention.core_attention = SDPAttention
+            if config.qk_layernorm:
+                attention.q_layernorm = attention.k_layernorm = LocalNorm
+            submodules.self_attention.params["attn_mask_type"] = AttnMaskType.causal
+            parts = parts_of(submodules.mlp)
+            if isinstance(parts, MoESubmodules):
+                # In checkpoints the norm before experts has its own name, as with the engine.
+                names = submodules.sharded_state_dict_keys_map
+                submodules.sharded_state_dict_keys_map = {
+                    name: stored for name, stored in names.items() if name != "pre_mlp_layernorm."
+                }
+                parts.router = Router
+                parts.experts = with_class(parts.experts, Experts)
     if isinstance(config, GPTConfig):  # else one of Megatron Core, with its layers
         for layer in block.layer_specs:
-            change_layer(layer, config, SDPAttention)
+            change_layer(layer, config)
         if not config.layernorm_bias:
             block.layer_norm = LocalNorm
     return block
-
-
-def _use_our_parts(layer: ModuleSpec, config: TransformerConfig) -> None:
-    submodules: Any = layer.submodules
-    submodules.input_layernorm = LocalNorm
-    submodules.pre_mlp_layernorm = LocalNorm
-    attention = submodules.self_attention.submodules
-    attention.core_attention = SDPAttention
-    if config.qk_layernorm:
-        attention.q_layernorm = attention.k_layernorm = LocalNorm
-    submodules.self_attention.params["attn_mask_type"] = AttnMaskType.causal
-    parts = parts_of(submodules.mlp)
-    if isinstance(parts, MoESubmodules):
-        # In checkpoints the norm before experts has its own name, as with Transformer Engine.
-        names = submodules.sharded_state_dict_keys_map
-        submodules.sharded_state_dict_keys_map = {
-            name: stored for name, stored in names.items() if name != "pre_mlp_layernorm."
-        }
-        parts.router = Router
-        parts.experts = with_class(parts.experts, Experts)

@@ -98,7 +98,15 @@ def _sentencepiece(cfg: DictConfig) -> SentencePieceTokenizer:
             "model.tokenizer.sentencepiece_legacy=True."
         )
     for key in ("special_tokens", "additional_special_tokens"):
-        _check_one_text_per_kind(key, to_plain(cfg.get(key)))
+        tokens = to_plain(cfg.get(key))
+        for kind, text in tokens.items() if isinstance(tokens, dict) else ():
+            if not isinstance(text, str):  # several, as Hugging Face has it
+                texts = text if isinstance(text, list) else []
+                raise ConfigError(
+                    f"model.tokenizer.{key}={tokens}: {kind} must be one text. Remove {kind} if "
+                    "the checkpoint was trained without (NeMo 2), or give the texts as the list "
+                    f"model.tokenizer.additional_special_tokens={texts}."
+                )
     if special_tokens:
         logging.warning(
             "model.tokenizer.special_tokens adds its tokens to the SentencePiece model. NeMo "
@@ -232,20 +240,6 @@ def _add_tokens(tokenizer: TokenizerSpec, tokens: Any, library: str) -> None:
             f"model.tokenizer.additional_special_tokens={tokens} cannot be added with "
             f"model.tokenizer.library={library}; set it to null."
         )
-
-
-def _check_one_text_per_kind(key: str, tokens: Any) -> None:
-    """Raise `ConfigError` for a kind of token with several texts, as Hugging Face has it."""
-    if not isinstance(tokens, dict):
-        return
-    for kind, text in tokens.items():
-        if not isinstance(text, str):
-            texts = text if isinstance(text, list) else []
-            raise ConfigError(
-                f"model.tokenizer.{key}={tokens}: {kind} must be one text. Remove {kind} if the "
-                "checkpoint was trained without (NeMo 2), or give the texts as the list "
-                f"model.tokenizer.additional_special_tokens={texts}."
-            )
 
 
 def _check_file(cfg: DictConfig, key: str, what: str) -> None:
