@@ -32,22 +32,21 @@ from nemo_aligner.config.values import Values, plain_dict, resolved
 from nemo_aligner.core.endings import ending_file
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.core.estimators import ADVANTAGE_ESTIMATORS
-from nemo_aligner.data.nlp.chat_records import (
+from nemo_aligner.data.nlp.fields import (
     PAIR,
-    ConversationForm,
-    Encoded,
+    Columns,
+    EqualPairError,
+    Record,
     by_our_names,
+    check_text,
     conversation_field,
-    conversation_messages,
     holds_conversation,
     holds_pair,
-    prompt_messages,
-    speaks_to_assistant,
+    missing,
+    prompt_hint,
 )
-from nemo_aligner.data.nlp.fields import Columns, EqualPairError, check_text, missing, prompt_hint
 from nemo_aligner.data.nlp.record_encoder import RecordEncoder
 from nemo_aligner.data.nlp.records import CHUNK_ID, DataFile, Records, data_paths, open_quickly
-from nemo_aligner.data.nlp.sources import Record
 from nemo_aligner.launch.endings import user_errors_end_the_job
 from nemo_aligner.launch.start_up import share_cores
 from nemo_aligner.training.stop_requests import stop_requests
@@ -140,11 +139,16 @@ class _Reader(RecordEncoder):
 
     def __init__(self, cfg: DictConfig, section: DictConfig, config_name: str) -> None:
         self.data: Any = cfg.get("data") or cfg.model.data
-        super().__init__(CHARACTERS, self.data, _Messages())
+        super().__init__(CHARACTERS, self.data, form=False)
         self.model, self.section, self.kind = cfg.model, section, JOBS[config_name].records
 
-    def form_of(self, record: Record) -> ConversationForm | None:
-        return self.form if self.template or holds_conversation(record) else None
+    def form_of(self, record: Record) -> Any:
+        if not (self.template or holds_conversation(record)):
+            return None
+        from nemo_aligner.data.nlp.chat_records import UnwrittenForm
+
+        self.form = self.form or UnwrittenForm()
+        return self.form
 
     def whole_pair(self, record: Record) -> int:
         return self.pair_length(by_our_names(record), sys.maxsize)
@@ -159,10 +163,17 @@ class _Reader(RecordEncoder):
             return
         if self.data.chat:  # NeMo's format, whose parts have other names
             if kind == "example" and not holds_conversation(record):
+                from nemo_aligner.data.nlp.chat_records import conversation_messages
+
                 conversation_messages(record)
         elif kind == "example":
             label = self.section.label_key
             if self.template or (conversation_field(record) and label not in record):
+                from nemo_aligner.data.nlp.chat_records import (
+                    conversation_messages,
+                    speaks_to_assistant,
+                )
+
                 conversation_messages(record)
                 names, is_empty = [""], not speaks_to_assistant(record)
             else:
@@ -206,21 +217,6 @@ class _Reader(RecordEncoder):
                     f"no pair with the line before: {error} Two neighbouring lines are responses "
                     "to one prompt; conversations for supervised fine-tuning are no pairs."
                 ) from None
-
-
-class _Messages(ConversationForm):
-    """Checks messages; whether the last one must be the assistant's is not known."""
-
-    end_strings, state = (), []
-
-    def prompt(self, record: Record) -> list[int]:
-        return self.encode_messages(prompt_messages(record), record).tokens
-
-    def sample(self, record: Record) -> list[int]:
-        return self.encode_messages(conversation_messages(record), record).tokens
-
-    def encode_messages(self, messages: Any, record: Record, first: int = 0) -> Encoded:
-        return Encoded([*str(messages).encode()], [])
 
 
 Main = Callable[[DictConfig], None]

@@ -26,11 +26,10 @@ from typing import Any
 from nemo_aligner.config.data_rules import FROM_TOKENIZER
 from nemo_aligner.config.values import resolved
 from nemo_aligner.core.errors import ConfigError, UserError
-from nemo_aligner.core.tokenizer import Tokenizer
+from nemo_aligner.core.tokenizer import own_chat_template
 from nemo_aligner.data.nlp.chat_records import (
     ASSISTANT,
     ConversationForm,
-    Encoded,
     Message,
     check_written,
     is_trained,
@@ -39,7 +38,7 @@ from nemo_aligner.data.nlp.chat_records import (
     template_options,
     without_layout,
 )
-from nemo_aligner.data.nlp.sources import Record
+from nemo_aligner.data.nlp.fields import Encoded, Record
 
 Tokenize = Callable[[list[str]], list[list[int]]]  # several texts in one call, which is faster
 Decode = Callable[[list[int]], str]
@@ -321,10 +320,6 @@ class ChatTemplate(ConversationForm):
                 "{{ eos_token }} after the assistant's content as model.data.chat_template."
             )
         return TurnEnd(self.end_strings[0], self._control_pattern())
-
-
-def own_chat_template(tokenizer: Tokenizer) -> Any:
-    return getattr(getattr(tokenizer, "tokenizer", None), "chat_template", None)
 
 
 @functools.lru_cache(maxsize=16)

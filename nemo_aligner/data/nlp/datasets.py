@@ -18,17 +18,19 @@ from nemo_aligner.config.keys.model import DEFAULT_MASK_VALUE
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.core.retired import retired_names
 from nemo_aligner.core.tokenizer import Tokenizer
-from nemo_aligner.data.nlp.chat_records import (
+from nemo_aligner.data.nlp.builders import build_train_valid_test_datasets
+from nemo_aligner.data.nlp.chat_records import Message, response_messages
+from nemo_aligner.data.nlp.fields import (
     A_SAMPLE,
     BESIDE,
     PAIR,
     Encoded,
-    Message,
+    Record,
     by_our_names,
     holds_pair,
-    response_messages,
+    is_number,
+    missing,
 )
-from nemo_aligner.data.nlp.fields import is_number, missing
 from nemo_aligner.data.nlp.file_dataset import (
     EncodedDataset,
     Part,
@@ -44,7 +46,6 @@ from nemo_aligner.data.nlp.prompts import RLHFDataset as RLHFDataset
 from nemo_aligner.data.nlp.record_encoder import SURE
 from nemo_aligner.data.nlp.records import Records as Records
 from nemo_aligner.data.nlp.records import first_record
-from nemo_aligner.data.nlp.sources import Record
 
 
 @accepts_nemo_aligner_call
@@ -587,4 +588,9 @@ def _preference(record: Record) -> bool:
     )
 
 
+_build = build_train_valid_test_datasets
+build_train_valid_test_rm_datasets = partial(_build, RewardModelDataset)
+build_train_valid_test_dpo_datasets = partial(_build, DPOModelDataset)
+build_train_valid_test_kto_datasets = partial(_build, KTOModelDataset)
+build_train_valid_test_regression_rm_datasets = partial(_build, RegressionRewardModelDataset)
 __getattr__ = retired_names(__name__)

@@ -7,7 +7,7 @@ import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -18,19 +18,18 @@ from typing_extensions import Self
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.core.tensors import lengths_before
 from nemo_aligner.core.tokenizer import Tokenizer
-from nemo_aligner.data.nlp.chat_records import (
-    ConversationForm,
-    Message,
+from nemo_aligner.data.nlp.fields import (
+    Record,
     by_our_names,
     conversation_field,
-    conversation_messages,
     holds_pair,
-    pair_messages,
+    prompt_hint,
 )
-from nemo_aligner.data.nlp.fields import prompt_hint
 from nemo_aligner.data.nlp.record_encoder import RecordEncoder
 from nemo_aligner.data.nlp.records import GivenRecords, Records, settings_of
-from nemo_aligner.data.nlp.sources import Record
+
+if TYPE_CHECKING:
+    from nemo_aligner.data.nlp.chat_records import ConversationForm, Message
 
 
 @dataclass(frozen=True)
@@ -169,11 +168,13 @@ class FileDataset(torch.utils.data.Dataset[dict[str, Any]], ABC):
     def note(self, item: dict[str, Any]) -> str:
         return ""
 
-    def form_of(self, record: Record) -> ConversationForm | None:
+    def form_of(self, record: Record) -> "ConversationForm | None":
         """The form that a record's conversation is written in; None: it holds none."""
         return self.form if self.encoder is None else self.encoder.form_of(by_our_names(record))
 
-    def messages(self, record: Record) -> list[Message]:
+    def messages(self, record: Record) -> list["Message"]:
+        from nemo_aligner.data.nlp.chat_records import conversation_messages, pair_messages
+
         if holds_pair(record):
             chosen, rejected, _place = pair_messages(record)
             return [*chosen, *rejected]

@@ -22,14 +22,12 @@ from nemo_aligner.core.tensors import batch_pad_to_fixed_len
 from nemo_aligner.core.tokenizer import Tokenizer, begins_with_bos
 from nemo_aligner.data.nlp.builders import blended
 from nemo_aligner.data.nlp.chat_records import (
-    BESIDE,
-    CONVERSATIONS,
     ConversationForm,
-    Encoded,
     conversation_messages,
     each_turn,
     speaks_to_assistant,
 )
+from nemo_aligner.data.nlp.fields import BESIDE, CONVERSATIONS, Encoded, Record
 from nemo_aligner.data.nlp.file_dataset import FileDataset, Part, pad, response_mask
 from nemo_aligner.data.nlp.record_encoder import (
     EXTRA_TOKENS,
@@ -38,7 +36,6 @@ from nemo_aligner.data.nlp.record_encoder import (
     say_default,
 )
 from nemo_aligner.data.nlp.records import data_paths
-from nemo_aligner.data.nlp.sources import Record
 
 WHOLE, CUT, NO_RESPONSE_LEFT = 0, 1, 2  # notes of the records
 

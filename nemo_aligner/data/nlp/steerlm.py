@@ -18,8 +18,8 @@ from nemo_aligner.core.preference import target_weights
 from nemo_aligner.core.tensors import batch_pad_to_fixed_len
 from nemo_aligner.core.tokenizer import Tokenizer
 from nemo_aligner.data.nlp.builders import blended
-from nemo_aligner.data.nlp.chat_records import Encoded, Message, read_messages
-from nemo_aligner.data.nlp.fields import check_kind, is_number
+from nemo_aligner.data.nlp.chat_records import Message, read_messages
+from nemo_aligner.data.nlp.fields import Encoded, Record, check_kind, is_number
 from nemo_aligner.data.nlp.file_dataset import Part, documents_within
 from nemo_aligner.data.nlp.nemo_chat import (
     NEMO_TOKENS,
@@ -36,7 +36,6 @@ from nemo_aligner.data.nlp.nemo_chat import (
 )
 from nemo_aligner.data.nlp.records import data_paths
 from nemo_aligner.data.nlp.sft import Examples
-from nemo_aligner.data.nlp.sources import Record
 
 # As NeMo-Aligner orders the numbers of a label. Values are whole numbers from 0 to 4.
 OPEN_ASSISTANT_ATTRIBUTES = ("quality", "toxicity", "humor", "creativity")

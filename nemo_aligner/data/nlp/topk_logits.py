@@ -34,6 +34,7 @@ import xxhash
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.core.tokenizer import Tokenizer, tokenizer_fingerprint
 from nemo_aligner.data.nlp.builders import build_train_valid_test_datasets
+from nemo_aligner.data.nlp.fields import Record
 from nemo_aligner.data.nlp.file_dataset import (
     FileDataset,
     Part,
@@ -41,7 +42,6 @@ from nemo_aligner.data.nlp.file_dataset import (
     documents_within,
     labelled_part,
 )
-from nemo_aligner.data.nlp.sources import Record
 
 EXAMPLE = ("tokens", "labels", "loss_mask")
 ARRAYS = {"topk_logits": "<f4", "topk_token_ids": "<i4", "log_sum_exp_logits": "<f4"}
