@@ -20,7 +20,7 @@ from nemo_aligner.core.tokenizer import Tokenizer
 from nemo_aligner.data.nlp.builders import blended
 from nemo_aligner.data.nlp.chat_records import Message, read_messages
 from nemo_aligner.data.nlp.fields import Encoded, Record, check_kind, is_number
-from nemo_aligner.data.nlp.file_dataset import Part, documents_within
+from nemo_aligner.data.nlp.file_dataset import Part
 from nemo_aligner.data.nlp.nemo_chat import (
     NEMO_TOKENS,
     RESPONDER,
@@ -152,9 +152,8 @@ class SteerLM2Dataset(Examples):
         self.form = NeMoChat(tokenizer, self.marks)
         paths = [file_path] if isinstance(file_path, str) else file_path
         self.lines = self.checked_records(paths, [self.form.state, "SteerLM 2"])
-        self.documents = documents_within(
-            self.lines.notes - 1, max_seq_length, name, "prompts", "have a response that is longer"
-        )
+        self.seq_length = max_seq_length
+        self.keep_within("prompts", "have a response that is longer", self.lines.notes - 1)
         # The same for every batch, so that all ranks have as many rows.
         self.num_responses = int(self.lines.numbers[self.documents].max())
 
