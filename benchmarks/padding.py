@@ -105,7 +105,7 @@ class Models:
 
     def score(self, model: Any) -> Tensor:
         """Values or rewards, of the tokens as a request carries them."""
-        from nemo_aligner.servers.payloads import scoring_payload
+        from nemo_aligner.servers.scoring_clients import scoring_payload
 
         pad_to_length = countdown.POSITIONS if self.padded else None
         request = scoring_payload(self.batch, pad_to_length, max_length=countdown.POSITIONS)

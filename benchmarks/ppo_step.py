@@ -85,7 +85,7 @@ class CriticInProcess(Silent):
 
     def infer_rm_critic(self, rollout: dict[str, Tensor]) -> Ready:
         from nemo_aligner.core.types import Scores
-        from nemo_aligner.servers.payloads import scoring_payload
+        from nemo_aligner.servers.scoring_clients import scoring_payload
 
         reply = self.trainer.run_inference(scoring_payload(rollout, None))
         rewards, values = (torch.from_numpy(reply[name]) for name in ("rewards", "values"))
@@ -94,7 +94,7 @@ class CriticInProcess(Silent):
         return Ready(Scores(rewards.flatten(), values[:, :columns]))
 
     def train(self, batch: dict[str, Tensor]) -> Ready:
-        from nemo_aligner.servers.payloads import training_payload
+        from nemo_aligner.servers.critic_client import training_payload
 
         return Ready(float(self.trainer.run_training(training_payload(batch))["loss_mean"][0]))
 

@@ -37,7 +37,7 @@ from nemo_aligner.servers import schema
 from nemo_aligner.servers.constants import ServerSignal
 from nemo_aligner.servers.control_group import ControlGroup
 from nemo_aligner.servers.requests import PieceStore, pad_rows
-from nemo_aligner.servers.schema import Array, Arrays
+from nemo_aligner.servers.schema import Array, Arrays, read_request_id, validate_training_inputs
 from nemo_aligner.servers.scoring import (
     Inputs,
     Scorer,
@@ -50,7 +50,6 @@ from nemo_aligner.servers.server_loop import (
     ServerStoppingError,
     read_front,
 )
-from nemo_aligner.servers.validation import read_request_id, validate_training_inputs
 from nemo_aligner.training.loggers import CustomLoggerWrapper, named
 from nemo_aligner.training.megatron_steps import naming_step
 from nemo_aligner.training.optim import train_on_batch

@@ -31,6 +31,7 @@ from nemo_aligner.data.nlp.builders import (
     build_dataloader,
     build_train_valid_test_datasets,
 )
+from nemo_aligner.data.nlp.fields import ALL_COLUMNS
 from nemo_aligner.data.nlp.prompts import (
     PromptColumns,
     RLHFDataset,
@@ -58,7 +59,6 @@ from nemo_aligner.servers.scoring_clients import (
     RewardsInPlaceOfCritic,
     ScoreSource,
 )
-from nemo_aligner.servers.worker import ALL_COLUMNS, LoadError, load_named
 from nemo_aligner.training.schedule import compute_num_steps_per_epoch
 
 if TYPE_CHECKING:
@@ -196,6 +196,8 @@ def own_function(named: str | None, key: str, parameters: Sequence[str]) -> Call
     """
     if named is None:
         return None
+    from nemo_aligner.servers.worker import LoadError, load_named
+
     path, _, name = named.rpartition(":")
     called = f"{name}({', '.join(f'{each}=...' for each in parameters)})"
     import_path = list(sys.path)

@@ -45,10 +45,9 @@ from nemo_aligner.servers.exchange import (
     error_text,
     type_and_message,
 )
-from nemo_aligner.servers.schema import Arrays, Endpoint
+from nemo_aligner.servers.schema import Arrays, Endpoint, validate_outcome, validate_reply
 from nemo_aligner.servers.served_model import ServedModel, fit_requests, merge_replies
 from nemo_aligner.servers.threads import in_thread, settle
-from nemo_aligner.servers.validation import validate_outcome, validate_reply
 
 RENEWAL_S = 5.0
 

@@ -22,6 +22,8 @@ from nemo_aligner.checkpoint.folders import mismatch_remedy, step_to_resume
 from nemo_aligner.config.server_rules import check_source_of_rewards
 from nemo_aligner.core.errors import ServerRequestError, UserError
 from nemo_aligner.core.types import PPOTrainBatch, Rollout, Scores
+from nemo_aligner.parallel import parallel_state
+from nemo_aligner.parallel.collectives import gathered, rebalance_nd_tensor
 from nemo_aligner.servers import schema
 from nemo_aligner.servers.futures import (
     Awaitable,
@@ -31,7 +33,6 @@ from nemo_aligner.servers.futures import (
     get_future_result,
     try_on_source,
 )
-from nemo_aligner.servers.payloads import training_payload, used_values
 from nemo_aligner.servers.schema import Arrays
 from nemo_aligner.servers.scoring_clients import RemoteClient, RewardModels, ScoreSource
 from nemo_aligner.servers.served_model import ADDITIONS
@@ -266,3 +267,46 @@ class RemoteGPTRMCriticClient(RemoteClient):
             f"actor and critic do not match: this actor is at step {expected_actor_step}, the "
             f"critic at {where} is{moved}. {remedy}"
         )
+
+
+def used_values(rollout_batch: Rollout, columns: int) -> np.ndarray:
+    """Return bool [b, columns]: True where the critic's value of a response token is needed."""
+    lengths = rollout_batch["response_lengths"].cpu()
+    prompts = rollout_batch.get("prompt_lengths", torch.ones_like(lengths)).cpu()
+    column = torch.arange(columns)
+    return ((column >= prompts[:, None] - 1) & (column < lengths[:, None] - 1)).numpy()
+
+
+def training_payload(batch: PPOTrainBatch) -> Arrays | None:
+    """Return the arrays of a train request for all data-parallel ranks on global rank 0, which
+    share no memory with `batch`. Every rank calls it; ranks above 0 get None. Columns after the
+    last response token of all samples are not sent.
+
+    `batch`: this rank's `response_tokens` int64 [b, S]; `returns`, `values` (of the rollout) and
+    `mask` [b, S-1]; optionally `sample_order` int64 [b], each sample's place among those of all
+    ranks (else they go in rank order).
+    """
+    if parallel_state.get_data_parallel_src_rank() != 0:
+        return None  # a model-parallel peer of a rank that sends the same samples
+    group = parallel_state.get_data_parallel_group()
+    several = parallel_state.get_data_parallel_world_size() > 1
+    mask = batch["mask"]
+    used = mask.bool().any(dim=0).nonzero()
+    own = int(used.max()) + 2 if len(used) else 2
+    width = max(gathered(own, group)) if several else own
+    samples = {
+        "tokens": batch["response_tokens"][:, :width].long(),
+        "returns": batch["returns"][:, : width - 1].float(),
+        "prev_values": batch["values"][:, : width - 1].float(),
+        "mask": mask[:, : width - 1].float(),
+    }
+    if "sample_order" in batch:
+        samples["order"] = batch["sample_order"]
+    if several:
+        samples = {name: rebalance_nd_tensor(each, group) for name, each in samples.items()}
+    if parallel_state.get_rank() != 0:
+        return None
+    # The critic cuts its global batches from these samples: their order must not depend on the
+    # number of actor ranks. Copied: the batch is the caller's, and sending goes on.
+    order = samples.pop("order", torch.arange(len(samples["mask"]))).cpu().argsort()
+    return {name: tensor.cpu()[order].numpy() for name, tensor in samples.items()}

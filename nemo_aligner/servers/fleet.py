@@ -50,14 +50,13 @@ from nemo_aligner.servers.exchange import (
     Peer,
     type_and_message,
 )
-from nemo_aligner.servers.schema import Arrays, Endpoint
+from nemo_aligner.servers.schema import Arrays, Endpoint, validate_request
 from nemo_aligner.servers.served_model import (
     DescriptionError,
     ModelProbe,
     ServerMismatchError,
 )
 from nemo_aligner.servers.threads import settle
-from nemo_aligner.servers.validation import validate_request
 
 MAX_LOST = 5
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 8.0

@@ -17,9 +17,8 @@ from nemo_aligner.servers.connection import Request, Server, ServerConnection
 from nemo_aligner.servers.exchange import INSTANCE_HEADER
 from nemo_aligner.servers.fleet import Fleet
 from nemo_aligner.servers.futures import PendingReply, SentRequest
-from nemo_aligner.servers.schema import Endpoint
+from nemo_aligner.servers.schema import Endpoint, validate_request
 from nemo_aligner.servers.served_model import ServedModel, fit_requests
-from nemo_aligner.servers.validation import validate_request
 
 
 class _of_class_or_instance:

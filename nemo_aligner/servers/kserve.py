@@ -21,8 +21,8 @@ from nemo_aligner.servers.schema import (
     Endpoint,
     RequestError,
     TensorSpec,
+    validate_request,
 )
-from nemo_aligner.servers.validation import validate_request
 
 # Kind and bytes of a numpy dtype, as in `dtype.str`.
 _NAMES = {"b1": "BOOL", "f2": "FP16", "f4": "FP32", "f8": "FP64"}

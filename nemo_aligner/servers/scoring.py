@@ -33,9 +33,13 @@ from nemo_aligner.servers.requests import (
     process_inputs,
     slice_size,
 )
-from nemo_aligner.servers.schema import Arrays, RequestError
+from nemo_aligner.servers.schema import (
+    Arrays,
+    RequestError,
+    validate_scoring_inputs,
+    validate_tokenizer,
+)
 from nemo_aligner.servers.server_loop import OperationFailedError, ServerLoop
-from nemo_aligner.servers.validation import validate_scoring_inputs, validate_tokenizer
 
 # Arrays of a request by wire name; optional inputs that were not sent are absent or None.
 Inputs = Mapping[str, np.ndarray | None]

@@ -40,8 +40,7 @@ from nemo_aligner.servers.futures import (
     wait_for_all,
 )
 from nemo_aligner.servers.http_communicator import HTTPCommunicator
-from nemo_aligner.servers.payloads import scoring_payload
-from nemo_aligner.servers.schema import Array, Arrays
+from nemo_aligner.servers.schema import Array, Arrays, RequestError
 
 if TYPE_CHECKING:
     from nemo_aligner.servers.reward_function import RewardFunction
@@ -128,6 +127,42 @@ def send_to_fleets(fleets: Mapping[str, Fleet], payloads: Mapping[str, Arrays]) 
     """Send each fleet its arrays; the reply holds that of each by its name."""
     sent = {n: SentRequest(fleets[n].submit(p), fleets[n].describe) for n, p in payloads.items()}
     return PendingReply(sent, by_name=True)
+
+
+def request_width(longest: int, pad_to_length: int | None, max_length: int | None) -> int:
+    """Columns for `longest` tokens: `pad_to_length` or more, or rounded up to a limit."""
+    if pad_to_length is not None:
+        return max(longest, pad_to_length)
+    if max_length is None:
+        return longest
+    # Triton hands over requests of equal width together, and shapes that come again are faster, so
+    # widths should be few: eight per power of two (1/8 wider at most), multiples of 8 below 128.
+    step = max(8, 1 << (longest.bit_length() - 4)) if longest >= 8 else 8
+    return max(longest, min(-(-longest // step) * step, max_length))
+
+
+def scoring_payload(
+    rollout_batch: Rollout,
+    pad_to_length: int | None,
+    fingerprint: str | None = None,
+    max_length: int | None = None,
+) -> Arrays:
+    """The arrays of an infer request, of `request_width`, padded with 0. They share no memory with
+    the batch: `response_tokens` int64 [b, S], `response_lengths` [b] (prompt + response).
+    `fingerprint`: of the policy's tokenizer. `RequestError`: no sample, or none has a token.
+    """
+    tokens = rollout_batch["response_tokens"].cpu()
+    lengths = rollout_batch["response_lengths"].cpu().long()
+    if not tokens.numel():
+        raise RequestError(f"there is nothing to score in samples of shape {list(tokens.shape)}.")
+    columns = request_width(int(lengths.max()), pad_to_length, max_length)
+    # Cuts off columns where it is negative.
+    tokens = torch.nn.functional.pad(tokens, (0, columns - tokens.shape[1]))
+    sizes = lengths[:, None].clone().numpy()
+    payload = {"tokens": tokens.long().numpy(), "sequence_lengths": sizes}
+    if fingerprint is not None:
+        payload["tokenizer"] = np.full((len(lengths), 1), fingerprint.encode())
+    return payload
 
 
 class ScoreSource(Protocol):

@@ -28,6 +28,7 @@ from nemo_aligner.servers.exchange import (
 from nemo_aligner.servers.kserve import numpy_type
 from nemo_aligner.servers.schema import (
     ATTRIBUTES,
+    NOT_COMBINED,
     Array,
     Arrays,
     Endpoint,
@@ -35,7 +36,6 @@ from nemo_aligner.servers.schema import (
     RequestError,
     TensorSpec,
 )
-from nemo_aligner.servers.validation import NOT_COMBINED
 
 PIECE_BYTES = 2**25  # of one piece: half of what a server of this package takes by default
 # Of a server that takes no pieces; the rest is left for the header of the body.
@@ -341,7 +341,7 @@ def merge_replies(endpoint: Endpoint | None, replies: Sequence[Arrays]) -> Array
     for spec in endpoint.outputs:
         array = merged.get(spec.name)
         if array is None or spec.dtype is np.bytes_ or array.dtype.kind not in "fiub":
-            continue  # checked by validation.py
+            continue  # checked by schema.py
         if endpoint.batching and array.ndim == 1:
             array = array[:, None]
         merged[spec.name] = array.astype(spec.dtype, copy=False)

@@ -40,7 +40,7 @@ CORRECTED["sampler_correction"] = CAPPED
 
 
 def run_trainer(batch_iterator_cls=None, settings=SETTINGS):
-    from nemo_aligner.servers.payloads import training_payload
+    from nemo_aligner.servers.critic_client import training_payload
     from tests import ppo_fakes
 
     trainer = ppo_fakes.make_trainer(**settings)

@@ -17,7 +17,7 @@ from nemo_aligner.launch.model_loading import load_from_nemo
 from nemo_aligner.models.nlp.gpt.megatron_gpt_critic import MegatronGPTCriticModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_policy import MegatronGPTActorModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRewardModel
-from nemo_aligner.servers import validation
+from nemo_aligner.servers import schema
 from tests.ppo_fakes import FakeLogger, make_trainer
 from tests.tiny_models import PPO, tiny_config
 
@@ -214,7 +214,7 @@ def test_a_critic_update_that_is_not_finite_is_refused_and_the_critic_goes_on(
     before = {name: value.clone() for name, value in critic.weights_to_cpu().items()}
     returns = request["returns"].copy()
     returns[1, 2] = 1e30  # finite; its square is not
-    monkeypatch.setattr(validation, "LARGEST_NUMBER", 1e31)
+    monkeypatch.setattr(schema, "LARGEST_NUMBER", 1e31)
     said = r"^critic step 1: the loss is inf \(first in sample 1 of the share"
     with pytest.raises(NonFiniteError, match=said):
         server.run_training(**request | {"returns": returns})

@@ -30,9 +30,8 @@ from nemo_aligner.models.nlp.gpt.megatron_gpt_knowledge_distillation import (
 )
 from nemo_aligner.servers import schema
 from nemo_aligner.servers.requests import no_sentences
-from nemo_aligner.servers.schema import ReplyError, RequestError
+from nemo_aligner.servers.schema import ReplyError, RequestError, validate_reply
 from nemo_aligner.servers.teachers import PolicyTeachers, TeacherLogits
-from nemo_aligner.servers.validation import validate_reply
 from nemo_aligner.training.schedule import ScopedTimer
 from tests.oracles import trl_jsd
 from tests.ppo_fakes import FakeFuture

@@ -1,11 +1,12 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The arrays of scoring and training requests (servers/payloads.py)."""
+"""The arrays of scoring and training requests (scoring_clients.py, critic_client.py)."""
 
 import pytest
 import torch
 
-from nemo_aligner.servers.payloads import request_width, scoring_payload, training_payload
+from nemo_aligner.servers.critic_client import training_payload
+from nemo_aligner.servers.scoring_clients import request_width, scoring_payload
 
 ROLLOUT = {"response_tokens": torch.tensor([[1, 2, 3, 4, 9, 9], [5, 6, 9, 9, 9, 9]])}
 ROLLOUT["response_lengths"] = torch.tensor([4, 2])

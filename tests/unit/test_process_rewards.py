@@ -24,9 +24,8 @@ from nemo_aligner.servers.reward_function import (
     step_ends,
     steps_of,
 )
-from nemo_aligner.servers.schema import ReplyError, reward_model_endpoint
+from nemo_aligner.servers.schema import ReplyError, reward_model_endpoint, validate_reply
 from nemo_aligner.servers.scoring_clients import RMFutureResult
-from nemo_aligner.servers.validation import validate_reply
 from tests.ppo_fakes import make_trainer
 from tests.unit.test_ppo_data import ROWS, STAND_IN, WIDTH, scored_rollout
 from tests.unit.test_reward_server import make_server

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays_of
 
 from nemo_aligner.core.errors import UserError
-from nemo_aligner.servers import schema, validation
+from nemo_aligner.servers import schema
 from nemo_aligner.servers.exchange import InferRequest
 from nemo_aligner.servers.requests import process_inputs
 from nemo_aligner.servers.schema import ReplyError, RequestError
@@ -52,7 +52,7 @@ def fitting_requests(draw, endpoint):
 def accepted(endpoint, data):
     """Whether the client sends it; a refusal names a tensor."""
     try:
-        validation.validate_request(endpoint, data)
+        schema.validate_request(endpoint, data)
     except RequestError as error:
         assert any(name in str(error) for name in [*data, *NAMES])
         return False
@@ -93,7 +93,7 @@ def test_what_is_accepted_comes_out_the_same(endpoint, data):
 def test_any_content_of_a_train_request(data):
     samples = {name: data[name] for name in ("tokens", "returns", "prev_values", "mask")}
     try:
-        validation.validate_training_inputs(**samples, vocab_size=9, max_length=3)
+        schema.validate_training_inputs(**samples, vocab_size=9, max_length=3)
     except RequestError as error:
         assert any(f"'{name}'" in str(error) for name in samples)
     else:
@@ -103,7 +103,7 @@ def test_any_content_of_a_train_request(data):
         assert (np.abs(samples["prev_values"][used]) <= 1e6).all()
     if "request_id" in data:
         try:
-            assert 1 <= len(validation.read_request_id(data["request_id"])) <= 64
+            assert 1 <= len(schema.read_request_id(data["request_id"])) <= 64
         except RequestError as error:
             assert "'request_id'" in str(error)
 
@@ -116,10 +116,10 @@ def tokenize(texts):
 @given(data=fitting_requests(schema.reward_model_endpoint()))
 def test_any_content_of_a_scoring_request(data):
     try:
-        validation.validate_tokenizer(data.pop("tokenizer", None), own="a")
+        schema.validate_tokenizer(data.pop("tokenizer", None), own="a")
         found = process_inputs(data, tokenize)
         limits = {"vocab_size": 9, "max_length": 3, "prompt_lengths": data.get("prompt_lengths")}
-        validation.validate_scoring_inputs(found["inputs"], found["sequence_length"], **limits)
+        schema.validate_scoring_inputs(found["inputs"], found["sequence_length"], **limits)
     except UserError as error:
         assert any(name in str(error) for name in [*NAMES, "sentences", "tokenizer"])
     else:
@@ -155,7 +155,7 @@ def test_one_long_text_takes_no_room_in_the_rows_of_others():
 )
 def test_any_reply(endpoint, reply, samples):
     try:
-        validation.validate_reply(endpoint, reply, samples, np.ones((samples, 2), bool))
+        schema.validate_reply(endpoint, reply, samples, np.ones((samples, 2), bool))
     except ReplyError as error:
         assert any(f"'{spec.name}'" in str(error) for spec in endpoint.outputs)
     else:
@@ -170,7 +170,7 @@ def test_any_reply(endpoint, reply, samples):
 def test_any_outcome(endpoint, reply):
     (spec,) = endpoint.outputs
     try:
-        validation.validate_outcome(endpoint, reply)
+        schema.validate_outcome(endpoint, reply)
     except ReplyError as error:
         assert spec.name in str(error) or endpoint.name in str(error)
     else:

@@ -19,7 +19,13 @@ from nemo_aligner.servers import exchange, schema
 from nemo_aligner.servers.exchange import InferRequest, Peer
 from nemo_aligner.servers.fleet import ServerUnreachableError
 from nemo_aligner.servers.http_communicator import HTTPCommunicator
-from nemo_aligner.servers.schema import Endpoint, ReplyError, RequestError, TensorSpec
+from nemo_aligner.servers.schema import (
+    Endpoint,
+    ReplyError,
+    RequestError,
+    TensorSpec,
+    validate_outcome,
+)
 from nemo_aligner.servers.served_model import (
     ADDITIONS,
     DescriptionError,
@@ -31,7 +37,6 @@ from nemo_aligner.servers.served_model import (
     read_served_model,
     warnings_about,
 )
-from nemo_aligner.servers.validation import validate_outcome
 from tests.patience import patience
 from tests.scripted_server import ScriptedServer, triton_config
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from nemo_aligner.core.errors import UserError
-from nemo_aligner.servers import schema, validation
+from nemo_aligner.servers import schema
 from nemo_aligner.servers.constants import ServerSignal
 from tests.cases import says
 
@@ -90,22 +90,22 @@ def test_wrong_training_requests_name_the_tensor_and_the_remedy(change, words):
     changed = {**training_request(), **change}.items()
     request = {name: value for name, value in changed if value is not None}
     with says(UserError, *words, "critic_train"):
-        validation.validate_request(schema.critic_train_endpoint(), request)
+        schema.validate_request(schema.critic_train_endpoint(), request)
 
 
 def test_a_request_of_a_policy_with_another_tokenizer_names_both_and_the_remedy():
     mine, other = "9 tokens, end 0, aaaaaaaaaaaa", "9 tokens, end 0, bbbbbbbbbbbb"
     sent = np.array([[mine.encode()], [mine.encode()], [other.encode()]])  # merged: two clients
     for array in (sent, sent.astype(object)):
-        validation.validate_request(
+        schema.validate_request(
             schema.critic_infer_endpoint(True), {**scoring_request(rows=3), "tokenizer": array}
         )
         both = f"tokenizer ({other}) is not this server's ({mine})"
         with says(schema.RequestError, both, "rm_model_file"):
-            validation.validate_tokenizer(array, mine)
-        validation.validate_tokenizer(array[:2], mine)
-        validation.validate_tokenizer(array, None)
-    validation.validate_tokenizer(None, mine)
+            schema.validate_tokenizer(array, mine)
+        schema.validate_tokenizer(array[:2], mine)
+        schema.validate_tokenizer(array, None)
+    schema.validate_tokenizer(None, mine)
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_a_request_of_a_policy_with_another_tokenizer_names_both_and_the_remedy(
 )
 def test_content_of_a_training_request(change, words):
     with says(UserError, *words):
-        validation.validate_training_inputs(
+        schema.validate_training_inputs(
             **{**training_request(), **change}, vocab_size=32, max_length=8
         )
 
@@ -142,9 +142,9 @@ def test_content_of_a_training_request(change, words):
     ],
 )
 def test_ids_have_a_limit(sent, words):
-    assert validation.read_request_id(np.array([b"x" * 64])) == "x" * 64
+    assert schema.read_request_id(np.array([b"x" * 64])) == "x" * 64
     with pytest.raises(UserError, match=words) as caught:
-        validation.read_request_id(np.array([sent], dtype=object))
+        schema.read_request_id(np.array([sent], dtype=object))
     assert len(str(caught.value)) < 200
 
 
@@ -152,7 +152,7 @@ def test_nan_is_allowed_where_the_mask_is_zero():
     request = training_request()
     request["returns"][0, 2] = np.nan
     request["mask"][0, 2] = 0
-    validation.validate_training_inputs(**request, vocab_size=32, max_length=8)
+    schema.validate_training_inputs(**request, vocab_size=32, max_length=8)
 
 
 @pytest.mark.parametrize(
@@ -165,9 +165,9 @@ def test_nan_is_allowed_where_the_mask_is_zero():
 )
 def test_prompt_lengths_of_a_scoring_request(prompts, words):
     tokens, lengths = np.ones((2, 5), np.int64), np.array([[5], [4]])
-    validation.validate_scoring_inputs(tokens, lengths, prompt_lengths=np.array([[1], [4]]))
+    schema.validate_scoring_inputs(tokens, lengths, prompt_lengths=np.array([[1], [4]]))
     with says(UserError, *words):
-        validation.validate_scoring_inputs(tokens, lengths, prompt_lengths=np.array(prompts))
+        schema.validate_scoring_inputs(tokens, lengths, prompt_lengths=np.array(prompts))
 
 
 @pytest.mark.parametrize(
@@ -180,7 +180,7 @@ def test_prompt_lengths_of_a_scoring_request(prompts, words):
 )
 def test_content_of_a_scoring_request(lengths, words):
     with says(UserError, *words):
-        validation.validate_scoring_inputs(
+        schema.validate_scoring_inputs(
             np.ones((2, 5), np.int64), np.array(lengths), vocab_size=32, max_length=8
         )
 
@@ -191,13 +191,13 @@ def rewards(*numbers):
 
 def test_good_answers_pass():
     reply = {"rewards": rewards(1, -2)}
-    validation.validate_reply(schema.reward_model_endpoint(), reply, samples=2)
+    schema.validate_reply(schema.reward_model_endpoint(), reply, samples=2)
     values = np.array([[np.nan, 1, 2, np.nan], [0, 1, np.inf, 0]], np.float32)
     # A server may answer more columns than are used.
     used = np.array([[False, True, True], [True, True, False]])
     answer = {"rewards": rewards(0, 0), "values": values}
-    validation.validate_reply(schema.critic_infer_endpoint(True), answer, samples=2, used=used)
-    validation.validate_reply(schema.critic_infer_endpoint(False), {"values": values}, samples=2)
+    schema.validate_reply(schema.critic_infer_endpoint(True), answer, samples=2, used=used)
+    schema.validate_reply(schema.critic_infer_endpoint(False), {"values": values}, samples=2)
 
 
 @pytest.mark.parametrize(
@@ -215,7 +215,7 @@ def test_good_answers_pass():
 )
 def test_unusable_rewards_are_refused(answer, words):
     with says(schema.ReplyError, *words):
-        validation.validate_reply(schema.reward_model_endpoint(), answer, samples=3)
+        schema.validate_reply(schema.reward_model_endpoint(), answer, samples=3)
 
 
 @pytest.mark.parametrize(
@@ -238,4 +238,4 @@ def test_unusable_values_are_refused(values, words):
     used = np.array([[False, True, True, False], [True, True, False, False]])
     answer = {"rewards": rewards(0, 0), "values": values}
     with says(schema.ReplyError, *words):
-        validation.validate_reply(schema.critic_infer_endpoint(True), answer, samples=2, used=used)
+        schema.validate_reply(schema.critic_infer_endpoint(True), answer, samples=2, used=used)

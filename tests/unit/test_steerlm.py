@@ -361,7 +361,7 @@ def test_a_client_of_rewards_refuses_a_server_of_attributes():
 
 @pytest.mark.parametrize("bad", [np.ones(3), np.ones((2, 2)), np.full((3, 2), np.nan)])
 def test_attributes_that_cannot_be_used_are_refused(bad):
-    from nemo_aligner.servers.validation import validate_reply
+    from nemo_aligner.servers.schema import validate_reply
 
     reply = {"rewards": bad.astype(np.float32)}
     with pytest.raises(schema.ReplyError):

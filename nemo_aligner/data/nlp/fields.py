@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 from nemo_aligner.config.data_rules import line_ends, plain_columns
 from nemo_aligner.core.errors import UserError
-from nemo_aligner.servers.worker import ALL_COLUMNS
 
 Record = dict[str, Any]
+ALL_COLUMNS = "**"  # what a worker of servers/worker.py, which imports nothing, calls all others
 CONVERSATIONS, PAIR = ("messages", "conversations"), ("chosen", "rejected")
 BESIDE = ("system", "tools", "chat_template_kwargs", "mask", "type")  # fields of a conversation
 A_SAMPLE = ("text", "prompt", *CONVERSATIONS, *BESIDE)

@@ -5,6 +5,7 @@ the policies of PPO, REINFORCE and rejection sampling are this one with a loss.
 """
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -204,8 +205,7 @@ class MegatronGPTPolicyModel(LogProbsMixin, AlignableGenerativeInterface):
         return batch["text"], batch["length"], seeds, *records
 
     def _params(self, batch: InferenceBatch) -> GenerationParams:
-        wanted = bool(batch.get("return_logprobs"))
-        return dataclasses.replace(self.generation_params, return_logprobs=wanted)
+        return _returning(self.generation_params, bool(batch.get("return_logprobs")))
 
     def _seeds_of_prompts(self, prompts: Tensor, lengths: Tensor) -> Tensor:
         """int64 `[B]`: a polynomial hash (mod 2^61 - 1) of a prompt, mixed with `model.seed`."""
@@ -226,6 +226,11 @@ class MegatronGPTPolicyModel(LogProbsMixin, AlignableGenerativeInterface):
         positions = torch.arange(width, device=tokens.device).expand(samples, -1)
         ones = torch.ones(samples, width, device=tokens.device)
         return hidden.expand(samples, 1, -1, -1), ones, positions
+
+
+@functools.lru_cache
+def _returning(params: GenerationParams, logprobs: bool) -> GenerationParams:
+    return dataclasses.replace(params, return_logprobs=logprobs)
 
 
 def _rollout(generated: GenerationOutput, prompt_lengths: Tensor) -> Rollout:
