@@ -363,15 +363,14 @@ def open_files(limits: tuple[int, int]) -> Finding:
 # --- command -------------------------------------------------------------------------------------
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Look at everything and print each finding as it comes."""
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    result = argparse.ArgumentParser(
         prog="nemo-aligner doctor",
         description="Say whether jobs can run on this machine, and what to do where they cannot. "
         "The exit code is 0 if all of them can.",
         epilog="See docs/jobs.md.",
     )
-    parser.add_argument(
+    result.add_argument(
         "folder",
         nargs="?",
         type=Path,
@@ -379,7 +378,12 @@ def main(argv: list[str] | None = None) -> None:
         metavar="FOLDER",
         help="in which runs will be written (default: the current one)",
     )
-    args = parser.parse_args(argv)
+    return result
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Look at everything and print each finding as it comes."""
+    args = parser().parse_args(argv)
     warnings.simplefilter("ignore")  # of packages that are imported
     findings = []
     with start_up.long_imports():

@@ -65,6 +65,10 @@ MOVED: dict[str, dict[str, str]] = {
         "build_sft_dataset": _SFT,
         "build_steerlm2_dataset": _STEERLM,
         "build_train_valid_test_knowledge_distillation_datasets": _TOPK,
+        **{
+            f"build_train_valid_test_{kind}_datasets": "nemo_aligner.data.nlp.datasets"
+            for kind in ("rm", "dpo", "kto", "regression_rm")
+        },
     },
     "nemo_aligner.data.nlp.datasets": {
         **dict.fromkeys(("SFTDataset", "SFTChatDataset"), _SFT),

@@ -70,6 +70,10 @@ def set_end_ids(tokenizer: Any, ids: Sequence[int]) -> None:
     tokenizer.more_end_ids = [id_ for id_ in dict.fromkeys(ids) if id_ < size and id_ != eos]
 
 
+def own_chat_template(tokenizer: Tokenizer) -> Any:
+    return getattr(getattr(tokenizer, "tokenizer", None), "chat_template", None)
+
+
 def response_text(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
     """The text of a response without its end token (Hugging Face: without special tokens)."""
     ids = list(ids)

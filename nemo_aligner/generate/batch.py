@@ -15,7 +15,7 @@ from tqdm import tqdm
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.core.tensors import sample_seeds
 from nemo_aligner.core.tokenizer import response_text, tokenizer_fingerprint
-from nemo_aligner.data.nlp.chat_records import CONVERSATIONS
+from nemo_aligner.data.nlp.fields import CONVERSATIONS
 from nemo_aligner.data.nlp.sources import Record
 from nemo_aligner.generate.policy import ChatForm, Policy, prompt_text
 from nemo_aligner.generate.responses import Response

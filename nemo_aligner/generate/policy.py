@@ -20,7 +20,8 @@ from nemo_aligner.config.defaults import complete_model
 from nemo_aligner.config.rules import check_values
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.core.tokenizer import Tokenizer, begins_with_bos
-from nemo_aligner.data.nlp.chat_records import ConversationForm, Message, holds_conversation
+from nemo_aligner.data.nlp.chat_records import ConversationForm, Message
+from nemo_aligner.data.nlp.fields import holds_conversation
 from nemo_aligner.data.nlp.record_encoder import RecordEncoder
 from nemo_aligner.data.nlp.sources import Record
 from nemo_aligner.generate.settings import RESTORE_KEY

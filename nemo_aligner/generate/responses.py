@@ -51,8 +51,8 @@ def read_prompts(path: str | Path) -> "Sequence[Record]":
     """The prompts of a file, as PPO reads them: texts and conversations (docs/data.md).
     `UserError`: no such file, no line, or a line without a prompt.
     """
-    from nemo_aligner.data.nlp.chat_records import holds_conversation, prompt_messages
-    from nemo_aligner.data.nlp.fields import check_text
+    from nemo_aligner.data.nlp.chat_records import prompt_messages
+    from nemo_aligner.data.nlp.fields import check_text, holds_conversation
     from nemo_aligner.data.nlp.records import Records
 
     def check(record: "Record") -> int:

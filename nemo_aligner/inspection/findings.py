@@ -21,7 +21,8 @@ from nemo_aligner.config.values import plain_dict, resolved
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.core.tokenizer import Tokenizer, decode_with_special_tokens, special_ids
 from nemo_aligner.data.nlp.builders import build_configured_datasets
-from nemo_aligner.data.nlp.chat_records import ASSISTANT, holds_pair
+from nemo_aligner.data.nlp.chat_records import ASSISTANT
+from nemo_aligner.data.nlp.fields import holds_pair
 from nemo_aligner.data.nlp.file_dataset import FileDataset, Part
 from nemo_aligner.data.nlp.records import first_record
 from nemo_aligner.data.nlp.sft import PackedDataset, build_sft_dataset

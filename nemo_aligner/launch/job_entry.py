@@ -27,11 +27,21 @@ from nemo_aligner.config.values import Values, plain_dict, resolved
 from nemo_aligner.core.endings import ending_file
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.core.estimators import ADVANTAGE_ESTIMATORS
-from nemo_aligner.data.nlp import chat_records
-from nemo_aligner.data.nlp.fields import Columns, EqualPairError, check_text, missing, prompt_hint
+from nemo_aligner.data.nlp.fields import (
+    PAIR,
+    Columns,
+    EqualPairError,
+    Record,
+    by_our_names,
+    check_text,
+    conversation_field,
+    holds_conversation,
+    holds_pair,
+    missing,
+    prompt_hint,
+)
 from nemo_aligner.data.nlp.record_encoder import RecordEncoder
 from nemo_aligner.data.nlp.records import CHUNK_ID, DataFile, Records, data_paths, open_quickly
-from nemo_aligner.data.nlp.sources import Record
 from nemo_aligner.launch.endings import user_errors_end_the_job
 from nemo_aligner.launch.start_up import share_cores
 from nemo_aligner.training.stop_requests import stop_requests
@@ -40,7 +50,7 @@ ROWS = 100  # that are looked at in each data file
 # With a key `file_path`, of a job that reads examples.
 EXAMPLES = ("model.data.train_ds", "model.data.validation_ds", "data.data")
 READ = {  # by what a record holds: how to read it, and the fields that continue its prompt
-    "pair": (RecordEncoder.pair_length, chat_records.PAIR),
+    "pair": (RecordEncoder.pair_length, PAIR),
     **dict.fromkeys(("labelled", "logits"), (RecordEncoder.response_length, ("response",))),
 }
 CHARACTERS: Any = SimpleNamespace(  # stands for the job's tokenizer, which is loaded later
@@ -124,14 +134,19 @@ class _Reader(RecordEncoder):
 
     def __init__(self, cfg: DictConfig, section: DictConfig, config_name: str) -> None:
         self.data: Any = cfg.get("data") or cfg.model.data
-        super().__init__(CHARACTERS, self.data, _Messages())
+        super().__init__(CHARACTERS, self.data, form=False)
         self.model, self.section, self.kind = cfg.model, section, JOBS[config_name].records
 
-    def form_of(self, record: Record) -> chat_records.ConversationForm | None:
-        return self.form if self.template or chat_records.holds_conversation(record) else None
+    def form_of(self, record: Record) -> Any:
+        if not (self.template or holds_conversation(record)):
+            return None
+        from nemo_aligner.data.nlp.chat_records import UnwrittenForm
+
+        self.form = self.form or UnwrittenForm()
+        return self.form
 
     def whole_pair(self, record: Record) -> int:
-        return self.pair_length(chat_records.by_our_names(record), sys.maxsize)
+        return self.pair_length(by_our_names(record), sys.maxsize)
 
     def check(self, record: Record, others: set[str], before: Record | None) -> None:
         """`UserError`: a data set would refuse a record, or its prompt is empty and no key allows
@@ -142,25 +157,32 @@ class _Reader(RecordEncoder):
         if "prompt_turns" in record:  # of SteerLM 2
             return
         if self.data.chat:  # NeMo's format, whose parts have other names
-            if kind == "example" and not chat_records.holds_conversation(record):
-                chat_records.conversation_messages(record)
+            if kind == "example" and not holds_conversation(record):
+                from nemo_aligner.data.nlp.chat_records import conversation_messages
+
+                conversation_messages(record)
         elif kind == "example":
             label = self.section.label_key
-            if self.template or (chat_records.conversation_field(record) and label not in record):
-                chat_records.conversation_messages(record)
-                names, is_empty = [""], not chat_records.speaks_to_assistant(record)
+            if self.template or (conversation_field(record) and label not in record):
+                from nemo_aligner.data.nlp.chat_records import (
+                    conversation_messages,
+                    speaks_to_assistant,
+                )
+
+                conversation_messages(record)
+                names, is_empty = [""], not speaks_to_assistant(record)
             else:
                 names = re.findall(r"{(\w+)}", self.section.prompt_template)
                 check_text(record, *names, allow_blank=True)
                 names = [field for field in names if field != label]
                 is_empty = bool(names) and not any(record[field].strip() for field in names)
         elif kind == "scored":
-            self._check_scored(chat_records.by_our_names(record), before)
+            self._check_scored(by_our_names(record), before)
         elif kind == "logits" and fraction is None:
             if "topk_logits" not in record:
                 raise missing(["topk_logits"], record)
         else:
-            record = chat_records.by_our_names(record)
+            record = by_our_names(record)
             length, responses = READ.get(kind, (RecordEncoder.prompt_length, ()))
             if kind == "labelled" and "preference" not in record:
                 raise missing(("response", "preference"), record)
@@ -178,7 +200,7 @@ class _Reader(RecordEncoder):
         has_label = self.model.reward_model_type == "regression"
         if has_label and "label" not in record:
             raise missing(["label"], record)
-        if chat_records.holds_pair(record):
+        if holds_pair(record):
             self.pair_length(record, sys.maxsize)
         elif not has_label or not ("responses" in record or isinstance(record.get("text"), list)):
             self.sample_length(record, sys.maxsize)
@@ -190,21 +212,6 @@ class _Reader(RecordEncoder):
                     f"no pair with the line before: {error} Two neighbouring lines are responses "
                     "to one prompt; conversations for supervised fine-tuning are no pairs."
                 ) from None
-
-
-class _Messages(chat_records.ConversationForm):
-    """Checks messages; whether the last one must be the assistant's is not known."""
-
-    end_strings, state = (), []
-
-    def prompt(self, record: Record) -> list[int]:
-        return self.encode_messages(chat_records.prompt_messages(record), record).tokens
-
-    def sample(self, record: Record) -> list[int]:
-        return self.encode_messages(chat_records.conversation_messages(record), record).tokens
-
-    def encode_messages(self, messages: Any, record: Record, first: int = 0) -> Any:
-        return chat_records.Encoded([*str(messages).encode()], [])
 
 
 Main = Callable[[DictConfig], None]

@@ -31,8 +31,6 @@ from nemo_aligner.data.nlp.builders import (
     build_dataloader,
     build_train_valid_test_datasets,
 )
-from nemo_aligner.data.nlp.chat_records import holds_conversation
-from nemo_aligner.data.nlp.chat_template import ChatTemplate
 from nemo_aligner.data.nlp.fields import ALL_COLUMNS
 from nemo_aligner.data.nlp.prompts import (
     PromptColumns,
@@ -41,7 +39,6 @@ from nemo_aligner.data.nlp.prompts import (
     collate_with_pad_to_max_batch,
     single_validation_set,
 )
-from nemo_aligner.data.nlp.record_encoder import chat_form
 from nemo_aligner.data.nlp.samplers import get_batch_iterator_cls
 from nemo_aligner.launch import experiment
 from nemo_aligner.launch.job_entry import has_no_rewards
@@ -303,6 +300,9 @@ def check_names(function: "RewardFunction", record: Mapping[str, Any]) -> None:
 def _agents(
     cfg: DictConfig, kind: str, remote: str, policy: Any, records: PromptColumns, place: int
 ) -> "AgentEnvironment":
+    from nemo_aligner.data.nlp.chat_template import ChatTemplate
+    from nemo_aligner.data.nlp.fields import holds_conversation
+    from nemo_aligner.data.nlp.record_encoder import chat_form
     from nemo_aligner.servers.agents import AgentDoor, AgentEnvironment
 
     options, section = cfg.model[kind].environment, f"model.{kind}.environment"

@@ -110,7 +110,8 @@ def test_no_import_circles():
 # What other jobs read, and checkpoints and rewards of kinds that only some jobs have.
 NOT_OF_PPO = """
 algorithms.supervised checkpoint.hugging_face checkpoint.megatron checkpoint.old_weights
-data.nlp.datasets data.nlp.packing data.nlp.sft data.nlp.steerlm data.nlp.topk_logits
+data.nlp.chat_records data.nlp.chat_template data.nlp.datasets data.nlp.nemo_chat data.nlp.sft
+data.nlp.steerlm data.nlp.topk_logits
 models.nlp.gpt.megatron_gpt_reward_model servers.agents servers.environment servers.front
 servers.reward_function servers.teachers servers.user_code servers.web
 """.split()

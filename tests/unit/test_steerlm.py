@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 
 import annotation
+import labels
 import numpy as np
 import preprocess_openassistant_data
 import process_to_regression_format
@@ -77,12 +78,12 @@ def run(script, monkeypatch, capsys, *arguments, folder=SCRIPTS):
 
 
 def test_labels_are_texts_and_numbers():
-    assert steerlm.encode_label({"quality": 4, "humor": 0}) == "quality:4,humor:0"
+    assert labels.encode_label({"quality": 4, "humor": 0}) == "quality:4,humor:0"
     names = ("quality", "humor")
     read = process_to_regression_format.parse_label("humor:0, quality:3.5", names)
     assert read == {"humor": 0.0, "quality": 3.5}
-    assert steerlm.rounded_label([4.6, -0.2], names) == "quality:4,humor:0"
-    assert steerlm.rounded_label([1.49, 2.51], names) == "quality:1,humor:3"
+    assert labels.rounded_label([4.6, -0.2], names) == "quality:4,humor:0"
+    assert labels.rounded_label([1.49, 2.51], names) == "quality:1,humor:3"
     for text, message in [
         ("quality", "is not one of attributes: write name:number"),
         ("quality:high", "is not one of attributes"),
@@ -92,10 +93,10 @@ def test_labels_are_texts_and_numbers():
     ]:
         with pytest.raises(UserError, match=message):
             process_to_regression_format.parse_label(text, names)
-    assert steerlm.read_attributes("a, b") == ("a", "b")
+    assert labels.read_attributes("a, b") == ("a", "b")
     for text in ("a,,b", "a,a", ""):
         with pytest.raises(UserError, match="different names"):
-            steerlm.read_attributes(text)
+            labels.read_attributes(text)
 
 
 def test_the_text_of_a_response_ends_where_its_label_would_begin():

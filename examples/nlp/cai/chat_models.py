@@ -217,7 +217,8 @@ class EngineChatModel:
     def __init__(
         self, policy: "Policy", form: TextForm | None = None, prefers_template: bool = False
     ) -> None:
-        from nemo_aligner.data.nlp.chat_template import ChatTemplate, own_chat_template
+        from nemo_aligner.core.tokenizer import own_chat_template
+        from nemo_aligner.data.nlp.chat_template import ChatTemplate
 
         if prefers_template and own_chat_template(policy.tokenizer) is not None:
             form = None

@@ -18,12 +18,6 @@ from nemo_aligner.core.errors import ConfigError
 from nemo_aligner.core.retired import retired_names
 from nemo_aligner.core.tokenizer import Tokenizer
 from nemo_aligner.data.nlp import prompts, samplers
-from nemo_aligner.data.nlp.datasets import (
-    DPOModelDataset,
-    KTOModelDataset,
-    RegressionRewardModelDataset,
-    RewardModelDataset,
-)
 from nemo_aligner.data.nlp.file_dataset import FileDataset
 from nemo_aligner.data.nlp.records import CHUNK_ID, DataFile, Records, data_paths
 
@@ -281,20 +275,11 @@ def build_dataset_generic(
     )
 
 
-# --- the data sets of each job ---
-
 build_dataloader = samplers.build_dataloader
 collate_with_batch_max_sequence_length = prompts.collate_with_batch_max_sequence_length
 collate_with_pad_to_max_batch = prompts.collate_with_pad_to_max_batch
 identity_collate = prompts.identity_collate
 RLHFDataset = prompts.RLHFDataset
 build_train_valid_test_rlhf_datasets = partial(build_train_valid_test_datasets, RLHFDataset)
-build_train_valid_test_rm_datasets = partial(build_train_valid_test_datasets, RewardModelDataset)
-build_train_valid_test_dpo_datasets = partial(build_train_valid_test_datasets, DPOModelDataset)
-build_train_valid_test_kto_datasets = partial(build_train_valid_test_datasets, KTOModelDataset)
-build_train_valid_test_regression_rm_datasets = partial(
-    build_train_valid_test_datasets, RegressionRewardModelDataset
-)
-
 
 __getattr__ = retired_names(__name__)

@@ -9,11 +9,19 @@ import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from nemo_aligner.core.errors import UserError
-from nemo_aligner.data.nlp.fields import EqualPairError, check_kind, missing
-from nemo_aligner.data.nlp.sources import Record
+from nemo_aligner.data.nlp.fields import (
+    CONVERSATIONS,
+    PAIR,
+    Encoded,
+    EqualPairError,
+    Record,
+    check_kind,
+    conversation_field,
+    missing,
+)
 
 Message = dict[str, Any]  # role and content, and what else a template reads
 
@@ -24,35 +32,7 @@ ROLES = {
     **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model"), ASSISTANT),
     **dict.fromkeys(("observation", "function_response"), "tool"),
 }
-CONVERSATIONS, PAIR = ("messages", "conversations"), ("chosen", "rejected")
-BESIDE = ("system", "tools", "chat_template_kwargs", "mask", "type")  # fields of a conversation
-A_SAMPLE = ("text", "prompt", *CONVERSATIONS, *BESIDE)
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
-
-
-def conversation_field(record: Record) -> str | None:
-    return next((field for field in CONVERSATIONS if record.get(field) is not None), None)
-
-
-def holds_conversation(record: Record) -> bool:
-    """Whether a record holds messages, and not just texts."""
-    if any(isinstance(record.get(field), list) for field in ("prompt", "response", *PAIR)):
-        return True
-    return "text" not in record and conversation_field(record) is not None
-
-
-def holds_pair(record: Record) -> bool:
-    return "chosen" in record or "rejected" in record
-
-
-def by_our_names(record: Record) -> Record:
-    """A record with the fields `chosen` and `rejected`; NeMo-Aligner's hold one message each."""
-    record = dict(record)
-    for field in PAIR:
-        value = record.pop(f"{field}_response", None)
-        if value is not None:
-            record[field] = [value] if isinstance(value, dict) else value
-    return record
 
 
 def conversation_messages(record: Record) -> list[Message]:
@@ -297,12 +277,6 @@ def _whole(record: Record, field: str, prompt: list[Message] | None) -> list[Mes
 _THINK = re.compile(r"</?think>")
 
 
-class Encoded(NamedTuple):
-    tokens: list[int]  # S ids, up to the end of the last of the assistant's turns
-    # S values, True for the assistant's tokens, their end-of-turn tokens included
-    is_response: list[bool]
-
-
 def check_written(number: int, message: Message, text: str) -> None:
     written = without_layout(text)
     parts = _THINK.split(message["content"])
@@ -378,3 +352,18 @@ class ConversationForm(ABC):
     def response(self, record: Record) -> Encoded:
         messages, first = response_messages(record)
         return self.encode_messages(messages, record, first)
+
+
+class UnwrittenForm(ConversationForm):
+    """Checks messages, before the form is known and whether the last must be the assistant's."""
+
+    end_strings, state = (), []
+
+    def prompt(self, record: Record) -> list[int]:
+        return self.encode_messages(prompt_messages(record), record).tokens
+
+    def sample(self, record: Record) -> list[int]:
+        return self.encode_messages(conversation_messages(record), record).tokens
+
+    def encode_messages(self, messages: Any, record: Record, first: int = 0) -> Encoded:
+        return Encoded([*str(messages).encode()], [])

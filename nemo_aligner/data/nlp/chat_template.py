@@ -16,6 +16,7 @@ written in full. Example, ChatML; the policy is trained on what is underlined:
 
 import datetime
 import functools
+import itertools
 import json
 import os
 import re
@@ -26,11 +27,10 @@ from typing import Any
 from nemo_aligner.config.data_rules import FROM_TOKENIZER
 from nemo_aligner.config.values import resolved
 from nemo_aligner.core.errors import ConfigError, UserError
-from nemo_aligner.core.tokenizer import Tokenizer
+from nemo_aligner.core.tokenizer import own_chat_template
 from nemo_aligner.data.nlp.chat_records import (
     ASSISTANT,
     ConversationForm,
-    Encoded,
     Message,
     check_written,
     is_trained,
@@ -39,7 +39,7 @@ from nemo_aligner.data.nlp.chat_records import (
     template_options,
     without_layout,
 )
-from nemo_aligner.data.nlp.sources import Record
+from nemo_aligner.data.nlp.fields import Encoded, Record
 
 Tokenize = Callable[[list[str]], list[list[int]]]  # several texts in one call, which is faster
 Decode = Callable[[list[int]], str]
@@ -91,9 +91,8 @@ def marked_turns(
     its end-of-turn token. Some templates mark only the last turns.
     """
     text = text.replace(MARK_END + MARK_START, "")  # two marked parts of one turn
-    borders = [0]
-    for piece in re.split(f"[{MARK_START}{MARK_END}]", text):  # every second one is marked
-        borders.append(borders[-1] + len(piece))
+    parts = re.split(f"[{MARK_START}{MARK_END}]", text)  # every second one is marked
+    borders = list(itertools.accumulate(map(len, parts), initial=0))
     text = text.replace(MARK_START, "").replace(MARK_END, "")
     marked = list(zip(borders[1::2], borders[2::2], strict=False))
     turns = [place for place, message in enumerate(messages) if message["role"] == ASSISTANT]
@@ -128,25 +127,21 @@ def encode_turns(text: str, spans: Sequence[Span], tokenize: Tokenize, decode: D
     parts = [text[start:end] for start, end in zip(cuts, cuts[1:], strict=False)]
     tokens, *pieces = tokenize([text[: spans[-1][1]], *parts])
     joined = [token for piece in pieces for token in piece]
+    borders = list(itertools.accumulate(map(len, pieces)))
     if joined != tokens:
         # Some tokenizers add a space before each piece; what counts is the text before a turn.
         before = tokenize([text[:border] for border in cuts[1:]])
         if all(tokens[: len(part)] == part for part in before):
-            return _masked(tokens, [len(part) for part in before])
-        if decode(joined) != decode(tokens):
+            joined, borders = tokens, [len(part) for part in before]
+        elif decode(joined) != decode(tokens):
             raise UserError(
                 "the tokenizer joins the text before and after a response's beginning or end: put "
                 "a special token, a space or a newline between them in the chat template."
             )
-    borders = [sum(map(len, pieces[: number + 1])) for number in range(len(pieces))]
-    return _masked(joined, borders)
-
-
-def _masked(tokens: list[int], borders: Sequence[int]) -> Encoded:
-    is_response = [False] * len(tokens)
+    is_response = [False] * len(joined)
     for start, end in zip(borders[::2], borders[1::2], strict=True):
         is_response[start:end] = [True] * (end - start)
-    return Encoded(tokens, is_response)
+    return Encoded(joined, is_response)
 
 
 class TurnEnd:
@@ -321,10 +316,6 @@ class ChatTemplate(ConversationForm):
                 "{{ eos_token }} after the assistant's content as model.data.chat_template."
             )
         return TurnEnd(self.end_strings[0], self._control_pattern())
-
-
-def own_chat_template(tokenizer: Tokenizer) -> Any:
-    return getattr(getattr(tokenizer, "tokenizer", None), "chat_template", None)
 
 
 @functools.lru_cache(maxsize=16)

@@ -18,22 +18,23 @@ from nemo_aligner.config.keys.model import DEFAULT_MASK_VALUE
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.core.retired import retired_names
 from nemo_aligner.core.tokenizer import Tokenizer
-from nemo_aligner.data.nlp.chat_records import (
+from nemo_aligner.data.nlp.builders import build_train_valid_test_datasets
+from nemo_aligner.data.nlp.chat_records import Message, response_messages
+from nemo_aligner.data.nlp.fields import (
     A_SAMPLE,
     BESIDE,
     PAIR,
     Encoded,
-    Message,
+    Record,
     by_our_names,
     holds_pair,
-    response_messages,
+    is_number,
+    missing,
 )
-from nemo_aligner.data.nlp.fields import is_number, missing
 from nemo_aligner.data.nlp.file_dataset import (
     EncodedDataset,
     Part,
     accepts_nemo_aligner_call,
-    documents_within,
     labelled_part,
     pad,
     response_mask,
@@ -44,7 +45,6 @@ from nemo_aligner.data.nlp.prompts import RLHFDataset as RLHFDataset
 from nemo_aligner.data.nlp.record_encoder import SURE
 from nemo_aligner.data.nlp.records import Records as Records
 from nemo_aligner.data.nlp.records import first_record
-from nemo_aligner.data.nlp.sources import Record
 
 
 @accepts_nemo_aligner_call
@@ -100,9 +100,7 @@ class RegressionRewardModelDataset(EncodedDataset):
                 f"{self.name} data: every label is model.regression.loss_mask_val="
                 f"{self.mask_value}, no label. Files: {', '.join(map(str, self.lines.paths))}"
             )
-        self.documents = documents_within(
-            self.lines.notes, self.seq_length, self.name, "texts", "are longer"
-        )
+        self.keep_within("texts")
 
     def _inspect(self, record: Record) -> tuple[int, float, int]:
         numbers = label_numbers(record, self.num_attributes)
@@ -203,9 +201,7 @@ class RewardModelDataset(EncodedDataset):
                 )
         self._check_prompts_of_pairs()
         lengths = self.lines.notes.reshape(-1, self.lines_per_document).max(axis=1)
-        self.documents = documents_within(
-            lengths, self.seq_length, self.name, "pairs", "have a text longer"
-        )
+        self.keep_within("pairs", "have a text longer", lengths)
 
     def as_pair(self, record: Record) -> Record:
         return by_our_names(record)
@@ -456,9 +452,7 @@ class ResponseDataset(EncodedDataset):
     what = "responses"  # an index of the files that was made for other records is not used
 
     def _choose_documents(self) -> None:
-        self.documents = documents_within(
-            self.lines.notes, self.seq_length, self.name, "samples", "are longer"
-        )
+        self.keep_within("samples")
         self.check_prompts(sampled=type(self) is ResponseDataset)
 
     def _inspect(self, record: Record) -> tuple[int, float, int]:
@@ -493,7 +487,7 @@ class ResponseDataset(EncodedDataset):
         return response_messages(record)[0]
 
 
-PREFERENCES = {"chosen": True, "rejected": False}
+PREFERENCES = {"chosen": 1.0, "rejected": 0.0, True: 1.0, False: 0.0}
 # Distance of a mismatched sample's prompt and response, as a share of the data set: the golden
 # section, so that they are in unlike places of files that have equal blocks.
 PARTNER = 0.381966
@@ -541,7 +535,16 @@ class KTOModelDataset(ResponseDataset):
 
     def _inspect(self, record: Record) -> tuple[int, float, int]:
         length, _, is_empty = super()._inspect(record)
-        return length, float(_preference(record)), is_empty
+        given = record.get("preference")
+        if given is None:
+            more = 'The preference says whether the response is "chosen" or "rejected".'
+            raise missing(("response", "preference"), record, more)
+        if not isinstance(given, bool | str) or given not in PREFERENCES:
+            raise UserError(
+                f"field 'preference' is {json.dumps(given, default=str)}; it must be \"chosen\" "
+                'or "rejected", or true or false.'
+            )
+        return length, PREFERENCES[given], is_empty
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         place = max(index, 0)
@@ -572,19 +575,9 @@ class KTOModelDataset(ResponseDataset):
         return (sequence_part(name, *columns),)
 
 
-def _preference(record: Record) -> bool:
-    value = record.get("preference")
-    if isinstance(value, bool):
-        return value
-    if value is None:
-        more = 'The preference says whether the response is "chosen" or "rejected".'
-        raise missing(("response", "preference"), record, more)
-    if isinstance(value, str) and value in PREFERENCES:
-        return PREFERENCES[value]
-    raise UserError(
-        f"field 'preference' is {json.dumps(value, default=str)}; it must be \"chosen\" or "
-        '"rejected", or true or false.'
-    )
-
-
+_build = build_train_valid_test_datasets
+build_train_valid_test_rm_datasets = partial(_build, RewardModelDataset)
+build_train_valid_test_dpo_datasets = partial(_build, DPOModelDataset)
+build_train_valid_test_kto_datasets = partial(_build, KTOModelDataset)
+build_train_valid_test_regression_rm_datasets = partial(_build, RegressionRewardModelDataset)
 __getattr__ = retired_names(__name__)

@@ -1,23 +1,59 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The fields of records: which columns of a file hold them (`model.data.columns`), checks of what
-they hold, and hints of columns that look like them.
+"""Records: the source of them, their fields and which columns of a file hold these
+(`model.data.columns`), checks of what they hold, and hints of columns that look like them.
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from nemo_aligner.config.data_rules import line_ends, plain_columns
 from nemo_aligner.core.errors import UserError
-from nemo_aligner.data.nlp.sources import Record
 
+Record = dict[str, Any]
 ALL_COLUMNS = "**"  # what a worker of servers/worker.py, which imports nothing, calls all others
+CONVERSATIONS, PAIR = ("messages", "conversations"), ("chosen", "rejected")
+BESIDE = ("system", "tools", "chat_template_kwargs", "mask", "type")  # fields of a conversation
+A_SAMPLE = ("text", "prompt", *CONVERSATIONS, *BESIDE)
 NO_FORM = (
     "A conversation needs a form, and the tokenizer has no chat template: set "
     "model.data.chat_template to the file of one, or model.data.chat=True. (SFT reads a file as "
     "its first line says: give texts and conversations in files of their own.)"
 )
+
+
+class RecordSource:
+    """The rows of one data file, or of one saved dataset.
+
+    Attributes:
+        path: of the file or folder that the user gave; for messages.
+        unit: what messages call a row: "line", "row", "document" or "record".
+        files: whose content decides what the rows are.
+        rows: what the rows are made of, where their places are numbers from 0.
+    """
+
+    unit: str
+    rows: Sequence[Any]
+
+    def __init__(self, path: Path, files: list[Path]) -> None:
+        self.path, self.files = path, files
+
+    def __getitem__(self, at: int) -> Record:
+        """The row at a place that `scan` gave, read from disk."""
+        raise NotImplementedError
+
+    def scan(self) -> Iterator[tuple[int, int, Record]]:
+        """All rows in order, each with its place and its number as messages give it."""
+        for number in range(len(self.rows)):
+            yield number, number, self[number]
+
+
+class Encoded(NamedTuple):
+    tokens: list[int]  # S ids, up to the end of the last of the assistant's turns
+    # S values, True for the assistant's tokens, their end-of-turn tokens included
+    is_response: list[bool]
 
 
 class EqualPairError(UserError):
@@ -34,6 +70,31 @@ def check_text(record: Record, *fields: str, allow_blank: bool = False) -> None:
         check_kind(record[field], str, f"field '{field}'")
         if not (allow_blank or record[field].strip()):
             raise UserError(f"field '{field}' is empty.")
+
+
+def conversation_field(record: Record) -> str | None:
+    return next((field for field in CONVERSATIONS if record.get(field) is not None), None)
+
+
+def holds_conversation(record: Record) -> bool:
+    """Whether a record holds messages, and not just texts."""
+    if any(isinstance(record.get(field), list) for field in ("prompt", "response", *PAIR)):
+        return True
+    return "text" not in record and conversation_field(record) is not None
+
+
+def holds_pair(record: Record) -> bool:
+    return "chosen" in record or "rejected" in record
+
+
+def by_our_names(record: Record) -> Record:
+    """A record with the fields `chosen` and `rejected`; NeMo-Aligner's hold one message each."""
+    record = dict(record)
+    for field in PAIR:
+        value = record.pop(f"{field}_response", None)
+        if value is not None:
+            record[field] = [value] if isinstance(value, dict) else value
+    return record
 
 
 # --- columns ---

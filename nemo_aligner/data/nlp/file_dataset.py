@@ -7,7 +7,7 @@ import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -18,19 +18,18 @@ from typing_extensions import Self
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.core.tensors import lengths_before
 from nemo_aligner.core.tokenizer import Tokenizer
-from nemo_aligner.data.nlp.chat_records import (
-    ConversationForm,
-    Message,
+from nemo_aligner.data.nlp.fields import (
+    Record,
     by_our_names,
     conversation_field,
-    conversation_messages,
     holds_pair,
-    pair_messages,
+    prompt_hint,
 )
-from nemo_aligner.data.nlp.fields import prompt_hint
 from nemo_aligner.data.nlp.record_encoder import RecordEncoder
 from nemo_aligner.data.nlp.records import GivenRecords, Records, settings_of
-from nemo_aligner.data.nlp.sources import Record
+
+if TYPE_CHECKING:
+    from nemo_aligner.data.nlp.chat_records import ConversationForm, Message
 
 
 @dataclass(frozen=True)
@@ -169,11 +168,13 @@ class FileDataset(torch.utils.data.Dataset[dict[str, Any]], ABC):
     def note(self, item: dict[str, Any]) -> str:
         return ""
 
-    def form_of(self, record: Record) -> ConversationForm | None:
+    def form_of(self, record: Record) -> "ConversationForm | None":
         """The form that a record's conversation is written in; None: it holds none."""
         return self.form if self.encoder is None else self.encoder.form_of(by_our_names(record))
 
-    def messages(self, record: Record) -> list[Message]:
+    def messages(self, record: Record) -> list["Message"]:
+        from nemo_aligner.data.nlp.chat_records import conversation_messages, pair_messages
+
         if holds_pair(record):
             chosen, rejected, _place = pair_messages(record)
             return [*chosen, *rejected]
@@ -183,6 +184,27 @@ class FileDataset(torch.utils.data.Dataset[dict[str, Any]], ABC):
 
     def __len__(self) -> int:
         return len(self.documents)
+
+    def keep_within(
+        self, what: str, are_longer: str = "are longer", lengths: np.ndarray | None = None
+    ) -> None:
+        """Serve documents of at most `seq_length` tokens, by `lengths` (None: `lines.notes`); the
+        others are counted. `UserError`: none.
+        """
+        lengths, limit = self.lines.notes if lengths is None else lengths, self.seq_length
+        self.documents = np.flatnonzero(lengths <= limit)
+        if not len(self.documents):
+            raise UserError(
+                f"{self.name} data: all {len(lengths)} {what} {are_longer} than "
+                f"seq_length={limit} tokens; the longest has {lengths.max()}. Shorten the texts "
+                "or raise model.data.seq_length (model.encoder_seq_length)."
+            )
+        left_out = len(lengths) - len(self.documents)
+        if left_out:
+            logging.warning(
+                f"{self.name} data: {left_out} of {len(lengths)} {what} are left out: they "
+                f"{are_longer} than seq_length={limit} (the longest has {lengths.max()})."
+            )
 
     def select(self, documents: np.ndarray) -> Self:
         """Return the same dataset with only `documents`, without reading the files again."""
@@ -253,25 +275,6 @@ class EncodedDataset(FileDataset):
     @abstractmethod
     def _choose_documents(self) -> None:
         """Set `documents`, and check what no record says alone."""
-
-
-def documents_within(
-    lengths: np.ndarray, seq_length: int, name: str, what: str, are_longer: str
-) -> np.ndarray:
-    """Documents of at most `seq_length` tokens; the others are counted. `UserError`: none."""
-    documents = np.flatnonzero(lengths <= seq_length)
-    if not len(documents):
-        raise UserError(
-            f"{name} data: all {len(lengths)} {what} {are_longer} than seq_length={seq_length} "
-            f"tokens; the longest has {lengths.max()}. Shorten the texts or raise "
-            "model.data.seq_length (model.encoder_seq_length)."
-        )
-    if len(documents) < len(lengths):
-        logging.warning(
-            f"{name} data: {len(lengths) - len(documents)} of {len(lengths)} {what} are left out: "
-            f"they {are_longer} than seq_length={seq_length} (the longest has {lengths.max()})."
-        )
-    return documents
 
 
 def slot(index: int, length: int, width: int) -> dict[str, torch.Tensor]:

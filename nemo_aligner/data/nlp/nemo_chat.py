@@ -28,7 +28,6 @@ from nemo_aligner.core.tokenizer import Tokenizer
 from nemo_aligner.data.nlp.chat_records import (
     ASSISTANT,
     ConversationForm,
-    Encoded,
     Message,
     check_written,
     is_trained,
@@ -36,8 +35,7 @@ from nemo_aligner.data.nlp.chat_records import (
     read_messages,
     template_options,
 )
-from nemo_aligner.data.nlp.fields import check_kind
-from nemo_aligner.data.nlp.sources import Record
+from nemo_aligner.data.nlp.fields import Encoded, Record, check_kind
 
 SYSTEM, USER, RESPONDER = "System", "User", "Assistant"
 VALUE_TO_TEXT, TEXT_TO_VALUE = "VALUE_TO_TEXT", "TEXT_TO_VALUE"

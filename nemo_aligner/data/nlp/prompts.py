@@ -5,7 +5,7 @@
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -15,10 +15,11 @@ from typing_extensions import Self
 
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.core.tokenizer import Tokenizer
-from nemo_aligner.data.nlp.chat_records import A_SAMPLE, Message, prompt_messages
-from nemo_aligner.data.nlp.fields import columns_asked, is_number
+from nemo_aligner.data.nlp.fields import A_SAMPLE, Record, columns_asked, is_number
 from nemo_aligner.data.nlp.file_dataset import EncodedDataset, Part, accepts_nemo_aligner_call
-from nemo_aligner.data.nlp.sources import Record
+
+if TYPE_CHECKING:
+    from nemo_aligner.data.nlp.chat_records import Message
 
 
 @accepts_nemo_aligner_call
@@ -161,7 +162,9 @@ class RLHFDataset(EncodedDataset):
         tokens = item["text"].tolist()
         return (Part("prompt", tokens, [False] * len(tokens)),)
 
-    def messages(self, record: Record) -> list[Message]:
+    def messages(self, record: Record) -> list["Message"]:
+        from nemo_aligner.data.nlp.chat_records import prompt_messages
+
         return [] if "text" in record else prompt_messages(record)
 
 

@@ -10,7 +10,7 @@ import importlib.metadata
 import re
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -23,20 +23,21 @@ from nemo_aligner.config.data_rules import (
     line_ends,
 )
 from nemo_aligner.core.errors import ConfigError, UserError
-from nemo_aligner.core.tokenizer import Tokenizer, begins_with_bos
-from nemo_aligner.data.nlp.chat_records import (
-    ConversationForm,
+from nemo_aligner.core.tokenizer import Tokenizer, begins_with_bos, own_chat_template
+from nemo_aligner.data.nlp.fields import (
+    NO_FORM,
     Encoded,
     EqualPairError,
+    Record,
+    check_text,
     conversation_field,
     holds_conversation,
-    other_prompt,
-    speaks_to_assistant,
+    missing,
 )
-from nemo_aligner.data.nlp.chat_template import ChatTemplate, own_chat_template
-from nemo_aligner.data.nlp.fields import NO_FORM, check_text, missing
 from nemo_aligner.data.nlp.records import CHUNK_ID, DataFile, data_paths, first_record
-from nemo_aligner.data.nlp.sources import Record
+
+if TYPE_CHECKING:
+    from nemo_aligner.data.nlp.chat_records import ConversationForm
 
 # Tokens that stand for no character (bos, eos, SentencePiece's leading space), at most.
 EXTRA_TOKENS = 8
@@ -118,17 +119,18 @@ class RecordEncoder:
     begin with it, up to the last `prompt_end` that both share. Texts stay as they are. In a form
     all are conversations; in one that nobody has asked for only records that hold messages.
 
-    `form` None: `chat_form`'s. A length is exact above `limit`, else possibly an upper bound.
+    `form` None: `chat_form`'s; False: none, unless a subclass sets it. A length is exact above
+    `limit`, else possibly an upper bound.
     """
 
     def __init__(
         self,
         tokenizer: Tokenizer,
         data_cfg: Mapping[str, Any] | None = None,
-        form: ConversationForm | None = None,
+        form: Any = None,
     ) -> None:
         self.encode_text = TextEncoder(tokenizer, data_cfg)
-        self.form: Any = form or chat_form(data_cfg, tokenizer)
+        self.form: Any = chat_form(data_cfg, tokenizer) if form is None else form
         data_cfg = data_cfg or {}
         self.template = data_cfg.get("chat_template")
         self.prompt_end = line_ends(data_cfg.get("prompt_end") or "")
@@ -139,7 +141,7 @@ class RecordEncoder:
         ftfy = "" if texts.fix_text is None else importlib.metadata.version("ftfy")
         return [texts.add_bos, texts.append_eod, ftfy, form, self.prompt_end]
 
-    def form_of(self, record: Record) -> ConversationForm | None:
+    def form_of(self, record: Record) -> "ConversationForm | None":
         """The form that a record is written in; None: its texts stay as they are."""
         if self.form is None or not self.form.default:
             return self.form
@@ -174,6 +176,8 @@ class RecordEncoder:
         elif self.form_of(record) is None:
             text = self._parts(record, *responses)[0]
         if text is None:
+            from nemo_aligner.data.nlp.chat_records import speaks_to_assistant
+
             return not speaks_to_assistant(record)
         return isinstance(text, str) and not text.strip()
 
@@ -242,6 +246,8 @@ class RecordEncoder:
             return SURE
         why = "one is a conversation, the other a text"
         if one is None and other is None:
+            from nemo_aligner.data.nlp.chat_records import other_prompt
+
             why = other_prompt(first, second)
         if why:
             raise UserError(f"{why}.")
@@ -346,7 +352,9 @@ def _letters(text: str) -> str:
 DEFAULT_FORM = "conversations are written in {}, as model.data.chat_template is not set"
 
 
-def chat_form(data_cfg: Mapping[str, Any] | None, tokenizer: Tokenizer) -> ConversationForm | None:
+def chat_form(
+    data_cfg: Mapping[str, Any] | None, tokenizer: Tokenizer
+) -> "ConversationForm | None":
     """The form that `model.data` asks for; else, for conversations alone, the checkpoint's or the
     tokenizer's chat template, or None. `ConfigError`: two, or one that the tokenizer cannot use.
     """
@@ -361,16 +369,18 @@ def chat_form(data_cfg: Mapping[str, Any] | None, tokenizer: Tokenizer) -> Conve
         check_not_outside("model.data.chat_template", kept.get("chat_template"))
         data_cfg = {**data_cfg, **kept}
         options = options or kept.get("chat_template_kwargs")
-    form: ConversationForm
     if data_cfg.get("chat"):
         from nemo_aligner.data.nlp.nemo_chat import NEMO_TOKENS, ChatTokens, NeMoChat
 
         given = data_cfg.get("chat_prompt_tokens")
-        form = NeMoChat(tokenizer, ChatTokens.of(given) if given else NEMO_TOKENS)
+        marks = ChatTokens.of(given) if given else NEMO_TOKENS
+        form: ConversationForm = NeMoChat(tokenizer, marks)
     else:
         template = data_cfg.get("chat_template")
         if not (template or options) and own_chat_template(tokenizer) is None:
             return None
+        from nemo_aligner.data.nlp.chat_template import ChatTemplate
+
         source, date = str(template or FROM_TOKENIZER), data_cfg.get("chat_date")
         form = ChatTemplate(tokenizer, source, options, date)
     if is_default:

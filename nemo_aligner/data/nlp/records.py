@@ -21,15 +21,12 @@ from omegaconf import OmegaConf
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.core.tokenizer import Tokenizer
 from nemo_aligner.data.nlp import index_files
-from nemo_aligner.data.nlp.fields import Columns, EqualPairError, check_text
-from nemo_aligner.data.nlp.sources import (
+from nemo_aligner.data.nlp.fields import (
+    Columns,
+    EqualPairError,
     Record,
     RecordSource,
-    TokenFile,
-    damage,
-    open_arrow,
-    open_parquet,
-    open_saved,
+    check_text,
 )
 
 # What is kept of a record's check: a whole number, or that with one or two more.
@@ -328,6 +325,8 @@ def _number(item: Any) -> float | None:
 
 def open_sources(path: Path, data_impl: str, index_dir: str | None) -> list[RecordSource]:
     if not data_impl.startswith("json"):
+        from nemo_aligner.data.nlp.sources import TokenFile
+
         return [TokenFile(path, data_impl)]
     if path.is_dir():
         return _open_folder(path, index_dir)
@@ -356,6 +355,8 @@ def open_quickly(path: Path, data_impl: str, index_dir: str | None) -> list[Reco
 
 
 def _open_folder(folder: Path, index_dir: str | None) -> list[RecordSource]:
+    from nemo_aligner.data.nlp.sources import open_saved
+
     if (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file():
         return [open_saved(folder)]
     if (folder / "dataset_dict.json").is_file():
@@ -421,11 +422,13 @@ def _open_file(path: Path, index_dir: str | None) -> RecordSource:
     if not path.stat().st_size:
         raise UserError(f"data file {path} is empty.")
     kind = _kind(path)
-    if kind == ".arrow":
-        return open_arrow(path)
-    if kind == ".parquet":
-        return open_parquet(path, index_dir)
-    return _open_compressed(path, kind, index_dir) if kind else JsonLinesFile(path, path)
+    if not kind:
+        return JsonLinesFile(path, path)
+    if kind in COMPRESSED_ENDINGS:
+        return _open_compressed(path, kind, index_dir)
+    from nemo_aligner.data.nlp.sources import open_arrow, open_parquet
+
+    return open_arrow(path) if kind == ".arrow" else open_parquet(path, index_dir)
 
 
 def _kind(path: Path) -> str:
@@ -440,6 +443,8 @@ def _kind(path: Path) -> str:
 def _open_compressed(path: Path, kind: str, index_dir: str | None) -> JsonLinesFile:
     """Unpacked into memory if it is small, else into a copy that is kept."""
     import pyarrow as pa
+
+    from nemo_aligner.data.nlp.sources import damage
 
     def blocks(size: int) -> Iterator[bytes]:
         with pa.input_stream(str(path), {".gz": "gzip", ".zst": "zstd"}[kind]) as file:

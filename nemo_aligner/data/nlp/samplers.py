@@ -263,7 +263,12 @@ class StoreBatchIterator(DefaultBatchIterator):
         check_shared_queue("", True, parallel_state.get_expert_model_parallel_world_size())
         if not (dist.is_available() and dist.is_initialized()):
             return
-        self.microbatches = _gather_microbatches(self.microbatches)
+        # Those of all data-parallel ranks, in turns. Each rank of training's data-parallel group
+        # counts: in generation it may be another group.
+        shares = gathered((parallel_state.get_data_parallel_rank(), self.microbatches))
+        by_rank = [microbatches for _rank, microbatches in sorted(dict(shares).items())]
+        turns = itertools.chain(*itertools.zip_longest(*by_rank))
+        self.microbatches = [microbatch for microbatch in turns if microbatch is not None]
         self.store = dist.distributed_c10d._get_default_store()
         self.key = f"nemo_aligner/work_queue/{next(self._number)}"
         # All ranks are here, so all are done with the queue before this one.
@@ -310,15 +315,6 @@ class SharedSet:
     def get_idx(self, batch_size: int) -> list[int]:
         with self.lock:
             return [self.data.pop() for _ in range(min(batch_size, len(self.data)))]
-
-
-def _gather_microbatches(own: list[list[int]]) -> list[list[int]]:
-    """The micro-batches of all data-parallel ranks, in turns; every rank of the job calls it."""
-    # Each rank of training's data-parallel group counts: in generation it may be another group.
-    shares = gathered((parallel_state.get_data_parallel_rank(), own))
-    by_rank = [microbatches for _rank, microbatches in sorted(dict(shares).items())]
-    turns = itertools.chain(*itertools.zip_longest(*by_rank))
-    return [microbatch for microbatch in turns if microbatch is not None]
 
 
 def get_batch_iterator_cls(

@@ -22,14 +22,12 @@ from nemo_aligner.core.tensors import batch_pad_to_fixed_len
 from nemo_aligner.core.tokenizer import Tokenizer, begins_with_bos
 from nemo_aligner.data.nlp.builders import blended
 from nemo_aligner.data.nlp.chat_records import (
-    BESIDE,
-    CONVERSATIONS,
     ConversationForm,
-    Encoded,
     conversation_messages,
     each_turn,
     speaks_to_assistant,
 )
+from nemo_aligner.data.nlp.fields import BESIDE, CONVERSATIONS, Encoded, Record
 from nemo_aligner.data.nlp.file_dataset import FileDataset, Part, pad, response_mask
 from nemo_aligner.data.nlp.record_encoder import (
     EXTRA_TOKENS,
@@ -38,7 +36,6 @@ from nemo_aligner.data.nlp.record_encoder import (
     say_default,
 )
 from nemo_aligner.data.nlp.records import data_paths
-from nemo_aligner.data.nlp.sources import Record
 
 WHOLE, CUT, NO_RESPONSE_LEFT = 0, 1, 2  # notes of the records
 
@@ -315,32 +312,23 @@ class SFTChatDataset(Examples):
 def _split_template(template: str, space_sensitive: bool) -> list[tuple[str, str | None]]:
     """Cut a template into pieces (text, field or None), each with text before its field."""
     pieces: list[tuple[str, str | None]] = []
-    literal = ""
-    for part in re.split(r"(\{\w+\})", template):
-        if not re.fullmatch(r"\{\w+\}", part):
-            literal = part
-            continue
-        space = " " if literal.endswith(" ") else ""
-        literal = literal.removesuffix(" ")
+    parts = re.split(r"\{(\w+)\}", template)  # texts and fields in turn
+    for text, field in zip(parts[::2], parts[1::2], strict=False):
+        literal = text.removesuffix(" ")
+        space = text[len(literal) :]
         if not space_sensitive:
             space, literal = "", literal.removeprefix(" ")
         if literal:
             pieces.append((literal, None))
-        pieces.append((space, part[1:-1]))
-        literal = ""
+        pieces.append((space, field))
     return pieces
 
 
 def response_span(item: Mapping[str, Any]) -> tuple[int, int]:
     """Where the last part of an item that is trained on begins and ends; of none, at its end."""
-    trained = item["trained"]
-    end = len(trained)
-    while end and not trained[end - 1]:
-        end -= 1  # the beginning of a turn whose end was cut off
-    start = end
-    while start and trained[start - 1]:
-        start -= 1
-    return (start, end) if end else (len(trained), len(trained))
+    trained = bytes(item["trained"])
+    end = trained.rfind(True) + 1  # behind it a turn may begin whose end was cut off
+    return (trained.rfind(False, 0, end) + 1, end) if end else (len(trained), len(trained))
 
 
 # --- packed sequences: positions restart at each example and none attends to another, so that
@@ -411,16 +399,16 @@ class PackedDataset(torch.utils.data.Dataset[dict[str, Any]]):
         return batch
 
     def _row(self, item: dict[str, Any]) -> Batch:
-        """The examples of a pack one behind the other, each without its padding."""
-        parts: list[Batch] = []
+        """The examples of a pack one behind the other, without padding."""
+        parts: list[tuple[torch.Tensor, ...]] = []
         for example in item["examples"]:
-            used = max(len(example["tokens"]) - 1, 1)
-            alone = self.dataset.collate_fn([example])
-            part = {key: alone[key][0, :used] for key in ("tokens", "labels", "loss_mask")}
-            parts.append({**part, "packed_position_ids": torch.arange(used)})
-        row = {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
-        if item["is_empty"]:
-            row["loss_mask"] = torch.zeros_like(row["loss_mask"])
+            missing = max(2 - len(example["tokens"]), 0)  # the label of a single token
+            tokens = torch.tensor(example["tokens"] + [self.dataset.tokenizer.eos_id] * missing)
+            counts = torch.tensor(example["trained"] + [False] * missing).float()
+            parts.append((tokens[:-1], tokens[1:], counts[1:], torch.arange(len(tokens) - 1)))
+        names = ("tokens", "labels", "loss_mask", "packed_position_ids")
+        row = dict(zip(names, map(torch.cat, zip(*parts, strict=True)), strict=True))
+        row["loss_mask"] *= not item["is_empty"]
         return row
 
 

@@ -9,7 +9,7 @@ holds a row group at a time, which may be the whole file).
 
 import contextlib
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,12 +17,12 @@ import numpy as np
 
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.data.nlp import index_files
+from nemo_aligner.data.nlp.fields import Record as Record
+from nemo_aligner.data.nlp.fields import RecordSource
 
 if TYPE_CHECKING:
     import pyarrow
     from megatron.core.datasets.indexed_dataset import IndexedDataset
-
-Record = dict[str, Any]
 
 
 @contextlib.contextmanager
@@ -35,32 +35,6 @@ def damage(path: Path, what: str) -> Iterator[None]:
             f"{path} {what} ({error}): it is damaged, cut short or of another kind; copy or write "
             "it again."
         ) from None
-
-
-class RecordSource:
-    """The rows of one data file, or of one saved dataset.
-
-    Attributes:
-        path: of the file or folder that the user gave; for messages.
-        unit: what messages call a row: "line", "row", "document" or "record".
-        files: whose content decides what the rows are.
-        rows: what the rows are made of, where their places are numbers from 0.
-    """
-
-    unit: str
-    rows: Sequence[Any]
-
-    def __init__(self, path: Path, files: list[Path]) -> None:
-        self.path, self.files = path, files
-
-    def __getitem__(self, at: int) -> Record:
-        """The row at a place that `scan` gave, read from disk."""
-        raise NotImplementedError
-
-    def scan(self) -> Iterator[tuple[int, int, Record]]:
-        """All rows in order, each with its place and its number as messages give it."""
-        for number in range(len(self.rows)):
-            yield number, number, self[number]
 
 
 # Rows that are decoded together while a file is copied or checked.

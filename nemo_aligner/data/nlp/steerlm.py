@@ -18,9 +18,9 @@ from nemo_aligner.core.preference import target_weights
 from nemo_aligner.core.tensors import batch_pad_to_fixed_len
 from nemo_aligner.core.tokenizer import Tokenizer
 from nemo_aligner.data.nlp.builders import blended
-from nemo_aligner.data.nlp.chat_records import Encoded, Message, read_messages
-from nemo_aligner.data.nlp.fields import check_kind, is_number
-from nemo_aligner.data.nlp.file_dataset import Part, documents_within
+from nemo_aligner.data.nlp.chat_records import Message, read_messages
+from nemo_aligner.data.nlp.fields import Encoded, Record, check_kind, is_number
+from nemo_aligner.data.nlp.file_dataset import Part
 from nemo_aligner.data.nlp.nemo_chat import (
     NEMO_TOKENS,
     RESPONDER,
@@ -36,35 +36,16 @@ from nemo_aligner.data.nlp.nemo_chat import (
 )
 from nemo_aligner.data.nlp.records import data_paths
 from nemo_aligner.data.nlp.sft import Examples
-from nemo_aligner.data.nlp.sources import Record
 
-# As NeMo-Aligner orders the numbers of a label. Values are whole numbers from 0 to 4.
+# As NeMo-Aligner orders the numbers of a label.
 OPEN_ASSISTANT_ATTRIBUTES = ("quality", "toxicity", "humor", "creativity")
 HELPSTEER_ATTRIBUTES = ("helpfulness", "correctness", "coherence", "complexity", "verbosity")
 ALL_STEERLM_ATTRIBUTES = OPEN_ASSISTANT_ATTRIBUTES + HELPSTEER_ATTRIBUTES
-LOWEST, HIGHEST = 0, 4
 # What published SteerLM models were trained with; a part of the format.
 SYSTEM_PROMPT = (
     "A chat between a curious user and an artificial intelligence assistant. "
     "The assistant gives helpful, detailed, and polite answers to the user's questions."
 )
-
-
-def encode_label(values: Mapping[str, Any]) -> str:
-    return ",".join(f"{name}:{value}" for name, value in values.items())
-
-
-def rounded_label(values: Sequence[float], attributes: Sequence[str]) -> str:
-    """The label of what a reward model predicts: whole numbers from `LOWEST` to `HIGHEST`."""
-    numbers = [round(min(max(float(value), LOWEST), HIGHEST)) for value in values]
-    return encode_label(dict(zip(attributes, numbers, strict=True)))
-
-
-def read_attributes(text: str) -> tuple[str, ...]:
-    names = tuple(name.strip() for name in text.split(","))
-    if not all(names) or len(set(names)) < len(names):
-        raise UserError(f"--attributes {text}: give different names with commas between them.")
-    return names
 
 
 def scored_turns(record: Record) -> list[tuple[int, str]]:
@@ -88,33 +69,6 @@ def scored_turns(record: Record) -> list[tuple[int, str]]:
             "the conversation has no response: all speakers behind the first turn are masked."
         )
     return found
-
-
-def with_labels(record: Record, labels: Mapping[int, str]) -> Record:
-    """A conversation with labels for the turns of these numbers, of type VALUE_TO_TEXT."""
-    turns = [
-        {**turn, "label": labels.get(number, turn.get("label"))}
-        for number, turn in enumerate(record["conversations"])
-    ]
-    return {**record, "conversations": turns, "type": VALUE_TO_TEXT}
-
-
-def labelled_conversation(turns: Sequence[Mapping[str, Any]]) -> Record:
-    """A record of conversations for attribute-conditioned fine-tuning."""
-    how = {"system": SYSTEM_PROMPT, "mask": USER, "type": VALUE_TO_TEXT}
-    return {"conversations": list(turns), **how}
-
-
-def help_steer_record(row: Mapping[str, Any], attributes: Sequence[str]) -> Record:
-    """The conversation of a row of HelpSteer or HelpSteer2 with the `attributes` that it has."""
-    values = {name: row[name] for name in attributes if row.get(name) is not None}
-    absent = [name for name in ("prompt", "response") if not isinstance(row.get(name), str)]
-    if absent or not values:
-        what = " and ".join(absent) or f"all of {', '.join(attributes)}"
-        raise UserError(f"{what} missing; the row has {sorted(row)}.")
-    prompt = {"from": USER, "value": row["prompt"], "label": None}
-    response = {"from": RESPONDER, "value": row["response"], "label": encode_label(values)}
-    return labelled_conversation([prompt, response])
 
 
 LOG_P_ATTRIBUTES, LOG_P_RESPONSE, LOG_Q = "log(P(a|x,y))", "log(P(y|x))", "log(Q(y|a,x))"
@@ -153,9 +107,8 @@ class SteerLM2Dataset(Examples):
         self.form = NeMoChat(tokenizer, self.marks)
         paths = [file_path] if isinstance(file_path, str) else file_path
         self.lines = self.checked_records(paths, [self.form.state, "SteerLM 2"])
-        self.documents = documents_within(
-            self.lines.notes - 1, max_seq_length, name, "prompts", "have a response that is longer"
-        )
+        self.seq_length = max_seq_length
+        self.keep_within("prompts", "have a response that is longer", self.lines.notes - 1)
         # The same for every batch, so that all ranks have as many rows.
         self.num_responses = int(self.lines.numbers[self.documents].max())
 

@@ -34,14 +34,13 @@ import xxhash
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.core.tokenizer import Tokenizer, tokenizer_fingerprint
 from nemo_aligner.data.nlp.builders import build_train_valid_test_datasets
+from nemo_aligner.data.nlp.fields import Record
 from nemo_aligner.data.nlp.file_dataset import (
     FileDataset,
     Part,
     accepts_nemo_aligner_call,
-    documents_within,
     labelled_part,
 )
-from nemo_aligner.data.nlp.sources import Record
 
 EXAMPLE = ("tokens", "labels", "loss_mask")
 ARRAYS = {"topk_logits": "<f4", "topk_token_ids": "<i4", "log_sum_exp_logits": "<f4"}
@@ -160,26 +159,7 @@ class KnowledgeDistillationDataset(FileDataset):
         self.top_k: int | None = self.data_cfg.get("top_k")
         self.fingerprint = tokenizer_fingerprint(tokenizer)
         self.lines = self.checked_records(paths, ["topk", self.top_k, self.fingerprint])
-        self._check_files()
-        self.documents = documents_within(
-            self.lines.notes, seq_length, name, "examples", "are longer"
-        )
-
-    def _inspect(self, record: Record) -> tuple[int, float]:
-        """Number of tokens, and of logits of a position."""
-        check_record(record, self.fingerprint)
-        example = from_record(record, self.top_k)
-        size = self.tokenizer.vocab_size
-        ids = example.topk_token_ids
-        if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < size:
-            raise UserError(
-                f"token ids from {ids.min()} to {ids.max()}, but the tokenizer has {size}: the "
-                "logits are those of another tokenizer."
-            )
-        return len(example.tokens), ids.shape[1]
-
-    def _check_files(self) -> None:
-        """No lines are missing, and all have as many logits."""
+        # No lines are missing, and all have as many logits.
         for path, first, count in zip(
             self.lines.paths, self.lines.first_of_file, self.lines.counts, strict=True
         ):
@@ -196,6 +176,20 @@ class KnowledgeDistillationDataset(FileDataset):
                 f"{self.name} data: lines have {found} logits of each position; set "
                 f"model.data.top_k={numbers[0]:g}, the fewest."
             )
+        self.keep_within("examples")
+
+    def _inspect(self, record: Record) -> tuple[int, float]:
+        """Number of tokens, and of logits of a position."""
+        check_record(record, self.fingerprint)
+        example = from_record(record, self.top_k)
+        size = self.tokenizer.vocab_size
+        ids = example.topk_token_ids
+        if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < size:
+            raise UserError(
+                f"token ids from {ids.min()} to {ids.max()}, but the tokenizer has {size}: the "
+                "logits are those of another tokenizer."
+            )
+        return len(example.tokens), ids.shape[1]
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         example = from_record(self.lines[self.documents[max(index, 0)]], self.top_k)

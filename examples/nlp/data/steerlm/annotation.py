@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from labels import rounded_label, with_labels
 from nemo.utils import logging
 
 from nemo_aligner.config.access import client_tls, read_token
@@ -22,7 +23,7 @@ from nemo_aligner.core.errors import LostPeerError, ServerRequestError, UserErro
 from nemo_aligner.data.nlp.index_files import append_lines, complete_lines
 from nemo_aligner.data.nlp.records import Records
 from nemo_aligner.data.nlp.sources import Record
-from nemo_aligner.data.nlp.steerlm import rounded_label, scored_turns, with_labels
+from nemo_aligner.data.nlp.steerlm import scored_turns
 from nemo_aligner.servers.fleet import Fleet
 from nemo_aligner.servers.futures import PendingReply, SentRequest
 from nemo_aligner.servers.schema import Arrays, attributes_endpoint

@@ -27,8 +27,7 @@ from nemo_aligner.synthetic import (
 @user_errors_end_the_job
 def main() -> None:
     from annotation import AttributeModel, annotate
-
-    from nemo_aligner.data.nlp.steerlm import read_attributes
+    from labels import read_attributes
 
     parser = CommandParser(takes_words=False, description=__doc__)
     add_files(parser)

@@ -10,7 +10,9 @@ responses to one prompt, and the value of quality is the strength of the prefere
 `model.regression.loss_func=scaled_bt`. See docs/algorithms.md.
 """
 
-from nemo_aligner.data.nlp.steerlm import ALL_STEERLM_ATTRIBUTES, help_steer_record
+from labels import help_steer_record
+
+from nemo_aligner.data.nlp.steerlm import ALL_STEERLM_ATTRIBUTES
 from nemo_aligner.launch.endings import user_errors_end_the_job
 from nemo_aligner.synthetic import hub_parser, load_hub_dataset, write_conversations
 

@@ -7,7 +7,9 @@
 writes train.jsonl and val.jsonl. See docs/algorithms.md.
 """
 
-from nemo_aligner.data.nlp.steerlm import HELPSTEER_ATTRIBUTES, help_steer_record
+from labels import help_steer_record
+
+from nemo_aligner.data.nlp.steerlm import HELPSTEER_ATTRIBUTES
 from nemo_aligner.launch.endings import user_errors_end_the_job
 from nemo_aligner.synthetic import hub_parser, load_hub_dataset, write_conversations
 

@@ -16,15 +16,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from labels import HIGHEST, encode_label, labelled_conversation
+
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.data.nlp.nemo_chat import RESPONDER, USER
 from nemo_aligner.data.nlp.sources import Record
-from nemo_aligner.data.nlp.steerlm import (
-    HIGHEST,
-    OPEN_ASSISTANT_ATTRIBUTES,
-    encode_label,
-    labelled_conversation,
-)
+from nemo_aligner.data.nlp.steerlm import OPEN_ASSISTANT_ATTRIBUTES
 from nemo_aligner.generate.responses import check_writable, write_records
 from nemo_aligner.generate.settings import CommandParser
 from nemo_aligner.launch.endings import user_errors_end_the_job

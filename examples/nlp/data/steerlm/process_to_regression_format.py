@@ -11,16 +11,12 @@ See docs/algorithms.md.
 
 from collections.abc import Sequence
 
+from labels import HIGHEST, encode_label, read_attributes
+
 from nemo_aligner.config.keys.model import DEFAULT_MASK_VALUE
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.data.nlp.sources import Record
-from nemo_aligner.data.nlp.steerlm import (
-    ALL_STEERLM_ATTRIBUTES,
-    HIGHEST,
-    encode_label,
-    read_attributes,
-    scored_turns,
-)
+from nemo_aligner.data.nlp.steerlm import ALL_STEERLM_ATTRIBUTES, scored_turns
 from nemo_aligner.generate.responses import check_writable, write_records
 from nemo_aligner.generate.settings import CommandParser
 from nemo_aligner.launch.endings import user_errors_end_the_job
