@@ -98,8 +98,9 @@ def once(cells: list[Cell]) -> list[Cell]:
 
 CELLS = ALL_CELLS if os.environ.get("CHAOS") == "all" else once(ALL_CELLS)
 # For `make test`, of two ranks. Other faults are in tests/functional: test_ppo_job.py (pairs that
-# are killed in their saves), test_critic_server.py (processes of Triton), test_code_reward.py
-# (reward workers), and in tests/unit/test_pair.py (damaged files).
+# are killed in their saves in the background), test_critic_server.py (processes of Triton, a disk
+# without space), test_code_reward.py (reward workers), and in tests/unit/test_pair.py (damaged
+# files).
 SELECTED = {Cell("ppo", "actor 1", "train", "SIGKILL")}
 # Endpoints of the phases in which the network loses things.
 ENDPOINTS = {"score": ("critic_infer", "reward_model"), "train": ("critic_train",)}

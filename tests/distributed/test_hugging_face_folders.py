@@ -3,14 +3,21 @@
 """Hugging Face folders at splits: each rank reads its own part, and the logits are theirs."""
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 from omegaconf import OmegaConf
 
+from nemo_aligner.launch.model_loading import load_from_nemo
+from nemo_aligner.models.nlp.gpt.megatron_gpt_critic import MegatronGPTCriticModel
+from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
+from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRewardModel
+from nemo_aligner.parallel import parallel_state
+from nemo_aligner.training.megatron_steps import forward_collect
 from tests import hugging_face
 from tests.cases import some_of
-from tests.distributed.launcher import progress, run_ranks
+from tests.distributed.launcher import at_each, run_ranks
 
 TOKENS = torch.randint(0, 300, (2, 150), generator=torch.Generator().manual_seed(1))
 SPLITS = {
@@ -43,20 +50,14 @@ BUILDS = hugging_face.FOLDERS | {ALL_EXPERTS: all_experts}
 ALL = tuple(BUILDS)
 
 
-def logits(folder: str, split: dict) -> torch.Tensor | None:
+def logits(folder: str, **split) -> torch.Tensor | None:
     """float32 `[B, S, V]` on ranks of the last stage, else None; all ranks call it."""
-    from nemo_aligner.launch.model_loading import load_from_nemo
-    from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
-
     job = OmegaConf.create({"micro_batch_size": 2, "precision": 32, **split})
     return whole_logits(load_from_nemo(MegatronGPTModel, job, None, restore_path=folder), TOKENS)
 
 
 def whole_logits(model, tokens: torch.Tensor) -> torch.Tensor | None:
     """As `logits`, of a model."""
-    from nemo_aligner.parallel import parallel_state
-    from nemo_aligner.training.megatron_steps import forward_collect
-
     model.set_eval()
     with torch.no_grad():
         found = forward_collect(
@@ -70,42 +71,26 @@ def whole_logits(model, tokens: torch.Tensor) -> torch.Tensor | None:
     return torch.cat(parts, dim=-1)
 
 
-def rewards(folder: str, split: dict) -> torch.Tensor:
-    """Rewards float32 `[B]` of a reward model; all ranks call it."""
-    from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRewardModel
-
-    return scores(MegatronGPTRewardModel, folder, split).reshape(-1)
-
-
-def values(folder: str, split: dict) -> torch.Tensor:
-    """Values float32 `[B, S]` of a critic; all ranks call it."""
-    from nemo_aligner.models.nlp.gpt.megatron_gpt_critic import MegatronGPTCriticModel
-
-    return scores(MegatronGPTCriticModel, folder, split)
-
-
-def scores(cls: type, folder: str, split: dict) -> torch.Tensor:
-    from nemo_aligner.launch.model_loading import load_from_nemo
-
+def scores(model_class: type, folder: str, **split) -> torch.Tensor:
+    """Rewards float32 `[B, 1]` of a reward model, values `[B, S]` of a critic; all ranks call
+    it.
+    """
     # As many samples as a micro-batch has on all data-parallel ranks together.
     job = OmegaConf.create({"micro_batch_size": 1, "precision": 32, **split})
-    model = load_from_nemo(cls, job, None, restore_path=folder)
+    model = load_from_nemo(model_class, job, None, restore_path=folder)
     model.set_eval()
     return model.infer((SHORT, LENGTHS))
 
 
-def at_each(function: Callable, folders: dict[str, str], splits: dict[str, dict]) -> dict:
-    from megatron.core.parallel_state import destroy_model_parallel
-
-    results = {}
-    for split, keys in splits.items():
-        for name, folder in folders.items():
-            if name in NOT_AT.get(split, ()) or (split == "EP2" and name not in EXPERTS):
-                continue
-            results[split, name] = function(folder, keys)
-            progress(f"{split} {name}")
-            destroy_model_parallel()
-    return results
+def at_all_splits(compute: Callable, folders: dict[str, str]) -> list[dict]:
+    """What `compute(folder, **split)` gives on each of two ranks, by split and name."""
+    cases = {
+        (split, name): {"folder": folder, **keys}
+        for split, keys in SPLITS.items()
+        for name, folder in folders.items()
+        if name not in NOT_AT.get(split, ()) and (split != "EP2" or name in EXPERTS)
+    }
+    return run_ranks(at_each, 2, 120, cases, compute)
 
 
 @pytest.mark.timeout(400)
@@ -116,7 +101,7 @@ def test_logits_at_each_split_are_those_of_hugging_face(write_folder, names):
     builds = {name: BUILDS[name] for name in names}
     models = {name: hugging_face.randomized(build) for name, build in builds.items()}
     folders = {name: str(write_folder(model, name)) for name, model in models.items()}
-    ranks = run_ranks(at_each, 2, 120, logits, folders, SPLITS)
+    ranks = at_all_splits(logits, folders)
     assert {name for _, name in ranks[0]} == set(models)
     for found in ranks:
         for (split, name), result in found.items():
@@ -125,13 +110,8 @@ def test_logits_at_each_split_are_those_of_hugging_face(write_folder, names):
             with torch.no_grad():
                 expected = models[name](TOKENS).logits
             result = result[..., : expected.size(-1)]
-            torch.testing.assert_close(
-                result,
-                expected,
-                atol=1e-5,
-                rtol=1e-5,
-                msg=lambda m, s=split, n=name: f"{s} {n} {m}",
-            )
+            assert_close = partial(torch.testing.assert_close, atol=1e-5, rtol=1e-5)
+            assert_close(result, expected, msg=lambda m, s=split, n=name: f"{s} {n} {m}")
 
 
 @pytest.mark.timeout(400)
@@ -141,14 +121,15 @@ def test_heads_at_each_split_are_those_of_hugging_face(write_folder, kind):
     models = {name: hugging_face.with_head(kind, name) for name in names}
     folders = {name: str(write_folder(model, name)) for name, model in models.items()}
     reward_model = kind == "SequenceClassification"
-    ranks = run_ranks(at_each, 2, 120, rewards if reward_model else values, folders, SPLITS)
+    model_class = MegatronGPTRewardModel if reward_model else MegatronGPTCriticModel
+    ranks = at_all_splits(partial(scores, model_class), folders)
     padded = torch.where(torch.arange(20) < LENGTHS[:, None], SHORT, 0)
     for name, model in models.items():
         with torch.no_grad():
             expected = model(padded, attention_mask=(padded > 0).long()).logits.squeeze(-1)
         for found in ranks:
             for split in SPLITS if name in EXPERTS else ("TP2+SP", "PP2"):
-                result = found[split, name]
+                result = found[split, name].reshape(expected.shape)
                 if not reward_model:
                     result = torch.where(padded > 0, result, 0)
                     expected = torch.where(padded > 0, expected, 0)

@@ -4,11 +4,17 @@
 PEFT's.
 """
 
+import contextlib
+
 import pytest
 import torch
 from omegaconf import OmegaConf
 
-from tests.distributed.launcher import progress, run_ranks
+from nemo_aligner.checkpoint.hugging_face.reading import Tensors
+from nemo_aligner.launch.model_loading import load_from_nemo
+from nemo_aligner.models.nlp.gpt.gpt_sft_model import GPTSFTModel
+from nemo_aligner.parallel.megatron_switches import changed
+from tests.distributed.launcher import at_each, run_ranks
 from tests.distributed.test_hugging_face_folders import whole_logits
 from tests.peft_folders import TOKENS, with_adapters
 
@@ -19,10 +25,9 @@ SPLITS = {
 NAMES = ("Llama, odd sizes", "Phi 3")  # projections apart, and together
 
 
-def counting_reads() -> dict[str, int]:
-    """Numbers that this rank reads of each tensor, from now on."""
-    from nemo_aligner.checkpoint.hugging_face.reading import Tensors
-
+@contextlib.contextmanager
+def counting_reads():
+    """Numbers that this rank reads of each tensor, inside."""
     read, counts = Tensors.read, {}
 
     def counted(self, name, index):
@@ -31,34 +36,23 @@ def counting_reads() -> dict[str, int]:
             counts[name] = counts.get(name, 0) + values.numel()
         return values
 
-    Tensors.read = counted
-    return counts
+    with changed([(Tensors, "read", counted)]):
+        yield counts
 
 
-def at_each(folders: dict[str, tuple[str, str]], splits: dict[str, dict]) -> dict:
-    from megatron.core.parallel_state import destroy_model_parallel
-
-    from nemo_aligner.launch.model_loading import load_from_nemo
-    from nemo_aligner.models.nlp.gpt.gpt_sft_model import GPTSFTModel
-
-    counts = counting_reads()
-    results = {}
-    for split, keys in splits.items():
-        for name, (base, folder) in folders.items():
-            job = OmegaConf.create({"micro_batch_size": 2, "precision": 32, **keys})
-            model = load_from_nemo(GPTSFTModel, job, None, restore_path=base)
-            counts.clear()
-            model.init_peft({"peft_scheme": "lora", "restore_from_path": folder})
-            read = dict(counts)
-            beside = whole_logits(model, TOKENS)
-            with model.adapters_merged():
-                merged = whole_logits(model, TOKENS)
-            model = load_from_nemo(GPTSFTModel, job, None, restore_path=folder)
-            whole = whole_logits(model, TOKENS)
-            results[split, name] = (beside, merged, whole), read
-            progress(f"{split} {name}")
-            destroy_model_parallel()
-    return results
+def logits(base: str, folder: str, **split) -> tuple[tuple, dict[str, int]]:
+    """Those of adapters beside the weights, merged into them, and loaded with them; and what this
+    rank read of the adapters. All ranks call it.
+    """
+    job = OmegaConf.create({"micro_batch_size": 2, "precision": 32, **split})
+    model = load_from_nemo(GPTSFTModel, job, None, restore_path=base)
+    with counting_reads() as read:
+        model.init_peft({"peft_scheme": "lora", "restore_from_path": folder})
+    beside = whole_logits(model, TOKENS)
+    with model.adapters_merged():
+        merged = whole_logits(model, TOKENS)
+    model = load_from_nemo(GPTSFTModel, job, None, restore_path=folder)
+    return (beside, merged, whole_logits(model, TOKENS)), read
 
 
 @pytest.mark.timeout(300)
@@ -73,8 +67,12 @@ def test_logits_at_each_split_are_those_of_peft(write_folder, tmp_path):
         folders[name] = str(base), str(folder)
         with torch.no_grad():
             expected[name] = model(TOKENS).logits
-    for rank, found in enumerate(run_ranks(at_each, 2, 120, folders, SPLITS)):
-        assert len(found) == len(SPLITS) * len(NAMES)
+    cases = {
+        (split, name): {"base": base, "folder": folder, **keys}
+        for split, keys in SPLITS.items()
+        for name, (base, folder) in folders.items()
+    }
+    for rank, found in enumerate(run_ranks(at_each, 2, 120, cases, logits)):
         for (split, name), (results, read) in found.items():
             for result in results:
                 assert (result is None) == (split == "PP2" and rank == 0)

@@ -1,13 +1,9 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A Python function as reward, as users start it: the real server script, real clients, PPO
-against it.
-"""
+"""A Python function as reward, as users start it: the real server script and real clients."""
 
 import concurrent.futures
 import contextlib
-import json
-import runpy
 import textwrap
 import threading
 import time
@@ -19,20 +15,18 @@ import torch
 
 from nemo_aligner.core import leftovers
 from nemo_aligner.core.errors import ServerRequestError
-from nemo_aligner.servers import fleet
 from nemo_aligner.servers.ports import find_free_port
 from nemo_aligner.servers.scoring_clients import RemoteGPTRMClient
 from tests.functional.jobs import (
     ScriptJob,
     assert_ended_well,
-    read_metrics,
     remote_rm,
     reward_server,
     wait_until_serving,
 )
-from tests.functional.test_ppo_job import run_pair
 from tests.patience import patience, wait_until
 from tests.processes import family, left_of
+from tests.tiny_models import tiny_config
 
 SAMPLE_S = round(patience(1))  # time limit of a sample
 pytestmark = [
@@ -56,30 +50,20 @@ FUNCTION = """
             ctypes.PyDLL(None).sleep(60)  # in C, with Python's lock held
         if response == "die":
             os._exit(3)
-        return [score_of(prompt, response) + 1000 * length]
-
-    def score_of(prompt, response):
-        return prompt.count("a") + 0.5 * len(response) + 0.25 * sum(map(str.isupper, response))
-
-    def lengths_of_lines(prompts, responses, lengths):
-        return [[float(len(line)) for line in response.split("\\n")] for response in responses]
-
-    def texts_only(prompts, responses, lengths):
-        return [score_of(*texts) for texts in zip(prompts, responses)]
+        texts = prompt.count("a") + 0.5 * len(response) + 0.25 * sum(map(str.isupper, response))
+        return [texts + 1000 * length]
 """
 
 
-def code_reward_server(
-    folder, port, tokenizer_dir, *extra, function="score", rm_file="null"
-) -> ScriptJob:
-    """The server job in `folder`, where it finds reward.py by a relative path; with a tokenizer or
-    a .nemo.
+def code_reward_server(folder, port, tokenizer_dir, *extra) -> ScriptJob:
+    """The server job in `folder`, where it finds reward.py by a relative path; without
+    `tokenizer_dir` the tokenizer is that of a .nemo in `extra`.
     """
     folder.mkdir(exist_ok=True)
     (folder / "reward.py").write_text(textwrap.dedent(FUNCTION))
     own = ["model.tokenizer.library=huggingface", f"model.tokenizer.type={tokenizer_dir}"]
-    own = [f"inference.reward_fn=reward.py:{function}", *(own if tokenizer_dir else [])]
-    return reward_server(rm_file, folder, port, *own, *extra)
+    own = [*(own if tokenizer_dir else []), "inference.reward_fn=reward.py:score"]
+    return reward_server("null", folder, port, *own, *extra)
 
 
 def rollout(tokenizer, pairs: list[tuple[str, str]], ended: bool = True) -> dict:
@@ -111,9 +95,6 @@ def workers_of(job: ScriptJob) -> list[psutil.Process]:
     children = family(job.process.pid)[1:]
     pairs = {child for child in children if "worker.py" in " ".join(child.cmdline())}
     return [child for child in pairs if child.parent() in pairs]
-
-
-# ---- the server alone ----
 
 
 @pytest.fixture(scope="module")
@@ -190,12 +171,15 @@ def test_a_bad_sample_fails_its_own_request_alone(tmp_path, tiny_tokenizer, tiny
 @pytest.mark.full
 def test_a_stop_within_a_request_and_the_fallback(tmp_path, tiny_tokenizer, tiny_tokenizer_dir):
     """Bad samples get the fallback score with a warning; then a sample that hears nothing does not
-    delay SIGTERM.
+    delay SIGTERM. The tokenizer is that of a .nemo.
     """
-    port = find_free_port()
+    from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
+
+    port, nemo = find_free_port(), tmp_path / "policy.nemo"
+    MegatronGPTModel(tiny_config(tiny_tokenizer_dir)).save_to(str(nemo))
     extra = ["inference.reward_fn_fallback=-7.5", "inference.reward_fn_workers=3"]
-    extra.append(f"inference.reward_fn_timeout_s={2 * SAMPLE_S}")
-    with code_reward_server(tmp_path / "s", port, tiny_tokenizer_dir, *extra) as job:
+    extra += [f"inference.reward_fn_timeout_s={2 * SAMPLE_S}", f"rm_model_file={nemo}"]
+    with code_reward_server(tmp_path / "s", port, None, *extra) as job:
         wait_until_serving(job)
         pairs = [("p", "fine"), ("p", "raise"), ("p", "die"), ("p", "slow"), ("a", "Well")]
         first, *bad, last = ask(port, rollout(tiny_tokenizer, pairs))
@@ -257,101 +241,3 @@ def test_a_start_removes_what_a_killed_server_left(tmp_path, tiny_tokenizer, tin
     finally:
         for path in strangers:
             path.unlink(missing_ok=True)
-
-
-@pytest.mark.full  # tests/unit/test_fleet.py has the client alone
-def test_a_server_that_was_stopped_and_continued_gets_requests_again(
-    tmp_path, tiny_tokenizer, tiny_tokenizer_dir, monkeypatch
-):
-    """All of its processes, for longer than Triton's own watch over its parts; the other server
-    scores meanwhile.
-    """
-    for name in ("PROBE_INTERVAL_S", "RETRY_INTERVAL_S"):
-        monkeypatch.setattr(fleet, name, 1.0)
-    ports = [find_free_port(), find_free_port()]
-    with (
-        code_reward_server(tmp_path / "a", ports[0], tiny_tokenizer_dir) as a,
-        code_reward_server(tmp_path / "b", ports[1], tiny_tokenizer_dir) as b,
-    ):
-        for job in (a, b):
-            wait_until_serving(job)
-        with contextlib.closing(RemoteGPTRMClient(remote_rm(ports))) as client:
-            models = client.reward_models.fleets["reward_model"]
-            servers, send, sent = models.servers, models._send, []
-            batch = rollout(tiny_tokenizer, PAIRS)
-            monkeypatch.setattr(models, "_send", lambda *args: (sent.append(args[2]), send(*args)))
-
-            def score() -> list[int]:
-                """Score in six requests; by which server how many were."""
-                sent.clear()
-                pending = [client.infer_rm(batch) for _ in range(6)]
-                for future in pending:
-                    assert future.scores().rewards.tolist() == expected(tiny_tokenizer, PAIRS)
-                return [sent.count(server) for server in servers]
-
-            assert all(score()), (a.log[-2000:], b.log[-2000:])
-            members = family(a.process.pid)
-            for member in members:
-                member.suspend()
-            time.sleep(15)
-            score()
-            assert not servers[0].available
-            assert score()[0] == 0
-            # A stub first: Triton gives one up that does not take a request within a second.
-            for member in reversed(members):
-                member.resume()
-            wait_until(lambda: servers[0].available, what=lambda: a.log[-3000:])
-            assert all(score()), (a.log[-2000:], b.log[-2000:])
-        for job in (a, b):
-            assert_ended_well(job, job.stop())
-
-
-@pytest.mark.full
-def test_ppo_gets_the_rewards_that_the_function_gives(tmp_path, inputs):
-    """The rewards in samples and metrics are those computed again from the texts of the
-    samples.
-    """
-    port = find_free_port()
-    apart = ["remote_critic_rm.combine_rm_and_critic_server=False"]
-    apart += [f"remote_critic_rm.reward_model.{x}" for x in ("ip=127.0.0.1", f"port={port}")]
-    apart.append("trainer.ppo.val_check_interval=1")
-    own = {"function": "texts_only", "rm_file": inputs / "policy.nemo"}
-    with code_reward_server(tmp_path / "s", port, None, **own) as reward:
-        run_pair(inputs, tmp_path, ["trainer.ppo.combine_rm_and_critic_server=False"], apart)
-        assert_ended_well(reward, reward.stop())
-    score_of = runpy.run_path(str(tmp_path / "s" / "reward.py"))["score_of"]
-    rows = [json.loads(line) for line in (tmp_path / "actor/val_samples.jsonl").open()]
-    again = [score_of(row["prompt"], row["response"]) for row in rows]
-    assert [row["reward"] for row in rows] == again and len(set(again)) > 4
-    assert [row["step"] for row in rows] == [1] * 4 + [2] * 4 + [3] * 4
-    means = read_metrics(tmp_path / "actor", "val_rollouts/rewards")
-    assert means == pytest.approx([sum(again[i : i + 4]) / 4 for i in (0, 4, 8)], rel=1e-6)
-    assert len(set(read_metrics(tmp_path / "actor", "train_rollouts/rewards"))) == 3
-
-
-@pytest.mark.full
-def test_rewards_of_steps_come_over_the_wire(tmp_path, tiny_tokenizer_dir, tiny_tokenizer):
-    """Of a server of a process reward."""
-    port = find_free_port()
-    kind = ["inference.rewards_per=step", 'inference.step_end="\n"', "server.frontend=asgi"]
-    pairs = [("a film", "ab\ncd e"), ("b", "x")]
-    batch = rollout(tiny_tokenizer, pairs)
-    own = {"function": "lengths_of_lines"}
-    with code_reward_server(tmp_path / "s", port, tiny_tokenizer_dir, *kind, **own) as job:
-        wait_until_serving(job)
-        with contextlib.closing(RemoteGPTRMClient(remote_rm(port))) as client:
-            scores = client.infer_rm(batch).scores()
-        assert_ended_well(job, job.stop())
-    assert scores.rewards.tolist() == [6.0, 1.0]
-    width = batch["response_tokens"].shape[1]
-    assert scores.token_rewards.shape == (2, width - 1)
-    for row, (prompt, response) in zip(scores.token_rewards, pairs):
-        start = len(tiny_tokenizer.text_to_ids(prompt))
-        steps = response.split("\n")
-        ids = tiny_tokenizer.text_to_ids(response)
-        ends = [
-            next(n for n in range(len(ids)) if "\n" in tiny_tokenizer.ids_to_text(ids[: n + 1]))
-            for _ in steps[:-1]
-        ] + [len(ids)]
-        found = {t: float(row[t]) for t in range(width - 1) if not row[t].isnan()}
-        assert found == {start + end - 1: len(step) for end, step in zip(ends, steps)}

@@ -8,21 +8,18 @@ import functools
 import json
 import shutil
 import signal
-from pathlib import Path
 
 import pytest
 
 from nemo_aligner.core.endings import ExitCode
 from nemo_aligner.servers.ports import find_free_port
+from tests import killed_runs
 from tests.certificates import make_certificate
-from tests.faulty_network import FAULTS, FaultyNetwork
 from tests.functional.jobs import (
     ScriptJob,
     assert_ended_well,
     assert_same_metrics,
-    metric_names,
     must_end_well,
-    read_metrics,
     reward_server,
     rollout_options,
 )
@@ -34,7 +31,6 @@ TRITON = "server.frontend=triton"
 CONSTANT_RATE = "model.optim.sched.name=constant"  # any other schedule depends on max_steps
 IN_BACKGROUND = ("exp_manager.checkpoint_callback_params.async_save=True",)
 FOUR = ["trainer.ppo.max_steps=4", "trainer.ppo.val_check_interval=2", CONSTANT_RATE]
-KILLED_JOBS = Path(__file__).parent / "killed_jobs"
 SIDES = ("actor", "critic")
 
 
@@ -103,23 +99,17 @@ def without_critic(inputs, folder, *extra, estimator="grpo", ranks=1) -> ScriptJ
     return actor(inputs, folder, find_free_port(), *settings, ranks=ranks)
 
 
-COMPARED = [f"train_rollouts/{n}" for n in ("rewards", "init_policy_kl", "values_mean")]
-COMPARED += [f"train_rollouts/{n}" for n in ("returns_std", "advantages_std", "response_lengths")]
-COMPARED += [f"train_optim/{n}" for n in ("loss", "critic_loss", "grad_norm", "entropy")]
-COMPARED += ["val_rollouts/rewards"]
-
-
 def run_pair(
-    inputs, folder, of_critic=(), of_actor=(), ranks=1, port=None, network=None, launchers=None
+    inputs, folder, of_critic=(), of_actor=(), ranks=1, launchers=("python", "python")
 ) -> ScriptJob:
     """Critic and actor in `folder` to their end; both resume from what is there. The critic, which
     is returned, is stopped as a scheduler would.
     """
-    port = port or find_free_port()
-    of_critics, of_actors = launchers or ["python"] * 2
+    port = find_free_port()
+    of_critics, of_actors = launchers
     with (
         critic(inputs, folder, port, *of_critic, ranks=ranks, launcher=of_critics) as server,
-        actor(inputs, folder, network or port, *of_actor, ranks=ranks, launcher=of_actors) as job,
+        actor(inputs, folder, port, *of_actor, ranks=ranks, launcher=of_actors) as job,
     ):
         assert_ended_well(job, job.wait(240))
         assert_ended_well(server, server.stop())
@@ -137,27 +127,6 @@ def single(inputs):
     """Folder of three steps with one rank each."""
     run_pair(inputs, inputs / "single", [TRITON])
     return inputs / "single"
-
-
-@pytest.mark.full
-def test_a_run_learns_saves_and_starts_at_kl_zero(single):
-    assert {*COMPARED} <= {*metric_names(single / "actor")}  # what other runs are compared in
-    names = [f"train_optim/{name}" for name in ("ppo_ratio", "loss")]
-    names += [
-        f"train_rollouts/{n}" for n in ("init_policy_kl", "fraction_of_samples_properly_ended")
-    ]
-    ratio, losses, kl, ended = (read_metrics(single / "actor", name) for name in names)
-    assert kl[0] == 0.0 and kl[1] != 0.0  # k1 of few samples may be negative
-    assert ratio[0] == pytest.approx(1.0, abs=1e-5)
-    # Two updates per rollout.
-    assert len(losses) == len(read_metrics(single / "critic", "train/loss")) == 6
-    assert any(0 < fraction < 1 for fraction in ended)  # both kinds of samples occurred
-    names = [path.name for path in (single / "actor" / "checkpoints").iterdir()]
-    assert any(name.startswith("megatron_gpt-step=3") for name in names)
-    assert "megatron_gpt_ppo_actor.nemo" in names
-    samples = [json.loads(line) for line in (single / "actor/val_samples.jsonl").open()]
-    assert len(samples) == 4
-    assert set(samples[0]) >= {"step", "prompt", "response", "reward", "is_end"}
 
 
 @pytest.mark.full
@@ -208,22 +177,6 @@ def test_separate_servers_give_the_numbers_of_one(inputs, single, tmp_path, rank
     assert_same_metrics(tmp_path / "actor", single / "actor", rel=1e-4, abs=1e-5)
 
 
-@pytest.mark.full  # tests/unit/test_broken_network.py has each fault alone
-def test_a_network_that_loses_things_changes_no_number(inputs, single):
-    """Every second sending of a request meets a fault, of each kind that does not take minutes."""
-    folder, port = inputs / "network", find_free_port()
-    faults = [fault for fault in FAULTS if not fault.startswith("silent")]
-
-    def fault(number: int, path: str) -> str | None:
-        return None if number % 2 else faults[number // 2 % len(faults)]
-
-    with FaultyNetwork(("127.0.0.1", port), fault) as network:
-        run_pair(inputs, folder, port=port, network=network.port)
-    assert {fault for _, fault in network.happened} == {*faults}
-    assert {path.split("/")[3] for path, _ in network.happened} >= {"critic_infer", "critic_train"}
-    assert_same_run(folder, single)
-
-
 @pytest.fixture(scope="module")
 def whole(inputs):
     """Folder of four steps without interruption, one rank each."""
@@ -258,13 +211,13 @@ def run_killed_pair(inputs, folder, monkeypatch, side, save):
     """To step 4 with SIGKILL to one side in its save number `save`; the other ends by itself or is
     stopped.
     """
+    monkeypatch.setenv("KILLED_SIDE", side)
     monkeypatch.setenv("KILL_IN_SAVE", str(save))
-    scripts = {"critic": "serve_ppo_critic.py", "actor": "train_gpt_ppo_actor.py"}
-    scripts[side] = str(KILLED_JOBS / scripts[side])
-    port, of_critic = find_free_port(), [CONSTANT_RATE, *IN_BACKGROUND]
+    killed, port = {"script": killed_runs.__file__}, find_free_port()
+    of_critic, of_actor = (killed if side == each else {} for each in ("critic", "actor"))
     with (
-        critic(inputs, folder, port, *of_critic, script=scripts["critic"]) as server,
-        actor(inputs, folder, port, *FOUR, *IN_BACKGROUND, script=scripts["actor"]) as job,
+        critic(inputs, folder, port, CONSTANT_RATE, *IN_BACKGROUND, **of_critic) as server,
+        actor(inputs, folder, port, *FOUR, *IN_BACKGROUND, **of_actor) as job,
     ):
         code = job.wait(240)
         assert code == (-9 if side == "actor" else ExitCode.LOST_PEER), job.log[-3000:]
@@ -279,14 +232,13 @@ def test_a_pair_killed_in_its_saves_continues_as_it_was(inputs, whole, tmp_path,
     """The actor dies in its first save in the background, then the critic in the one of step 4: no
     argument is changed, and every metric is the same to the bit. (Other saves: tests/chaos.)
     """
-    folder = tmp_path / "killed"
-    run_killed_pair(inputs, folder, monkeypatch, "actor", 1)
-    assert not list((folder / "actor/checkpoints").glob("*/COMPLETE"))
+    run_killed_pair(inputs, tmp_path, monkeypatch, "actor", 1)
+    assert not list((tmp_path / "actor/checkpoints").glob("*/COMPLETE"))
     # Of the critic's saves the first is that of its first weights.
-    run_killed_pair(inputs, folder, monkeypatch, "critic", 2)
-    assert len(list((folder / "actor/checkpoints").glob("*/COMPLETE"))) == 2
-    run_pair(inputs, folder, [CONSTANT_RATE, *IN_BACKGROUND], [*FOUR, *IN_BACKGROUND])
-    assert_same_run(folder, whole)
+    run_killed_pair(inputs, tmp_path, monkeypatch, "critic", 2)
+    assert len(list((tmp_path / "actor/checkpoints").glob("*/COMPLETE"))) == 2
+    run_pair(inputs, tmp_path, [CONSTANT_RATE, *IN_BACKGROUND], [*FOUR, *IN_BACKGROUND])
+    assert_same_run(tmp_path, whole)
 
 
 @pytest.mark.full
@@ -321,37 +273,3 @@ def test_an_actor_that_is_stopped_in_a_step_saves_and_continues(inputs, whole, t
         assert_ended_well(server, server.stop())
     assert json.loads((tmp_path / "critic/ending.json").read_text())["code"] == 0
     assert_same_run(tmp_path, whole)
-
-
-@pytest.mark.full  # test_critic_server.py and tests/unit/test_full_disk.py have each side alone
-@pytest.mark.parametrize("extra", [(), IN_BACKGROUND], ids=["sync", "async"])
-def test_a_critic_without_space_lives_and_goes_back(inputs, whole, tmp_path, monkeypatch, extra):
-    """The disk is full when the critic saves step 2: the actor ends with one message, the critic
-    goes on serving. The actor's command again: both start at step 0, to the same bits.
-    """
-    port, script = find_free_port(), str(KILLED_JOBS / "serve_ppo_critic.py")
-    monkeypatch.setenv("NO_SPACE_IN_SAVE", "2")
-    with critic(inputs, tmp_path, port, CONSTANT_RATE, *extra, script=script) as server:
-        with actor(inputs, tmp_path, port, *FOUR, *extra) as job:
-            assert job.wait(240) == 1
-        message = job.log.split("ERROR: ")[-1]
-        assert "no space left (No space left on device) for " in message, job.log[-3000:]
-        assert f"{tmp_path}/critic/checkpoints" in message and " MB are needed, " in message
-        assert "unexpected pos" not in message
-        left = [path.name for path in (tmp_path / "critic/checkpoints").iterdir()]
-        assert server.process.poll() is None and left == ["megatron_gpt-step=0"]
-        must_end_well(actor(inputs, tmp_path, port, *FOUR, *extra))
-        assert "went back to the checkpoint of actor step 0" in server.log
-        assert_ended_well(server, server.stop())
-    assert_same_run(tmp_path, whole)
-
-
-@pytest.mark.full
-def test_under_torchrun_its_number_of_processes_counts(inputs, tmp_path):
-    """`trainer.devices` stays 1, as in the YAML file."""
-    extra = ["trainer.devices=1", "model.global_batch_size=2"]
-    launched = {"ranks": 2, "launcher": "torchrun"}
-    with actor(inputs, tmp_path, find_free_port(), *extra, **launched) as job:
-        assert job.wait(90) == 1
-        assert "data parallel size=2" in job.log
-        assert "trainer.devices" not in job.log.split("ERROR")[-1]
