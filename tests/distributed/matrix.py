@@ -451,6 +451,8 @@ def deviation(a: torch.Tensor, b: torch.Tensor, floor: float = 0.0) -> float:
 
 
 def model_config(tokenizer_dir, architecture: str, **overrides):
+    sampled = PPO | {"forward_micro_batch_size": 3}
+    warm = sampled | {"sampling_params": PPO["sampling_params"] | {"temperature": 1.3}}
     cfg = tiny_config(
         tokenizer_dir,
         architecture if architecture == "gpt2" else "llama",
@@ -458,18 +460,9 @@ def model_config(tokenizer_dir, architecture: str, **overrides):
         init_method_std=0.2,
         forward_micro_batch_size=3,
         loss_clip_val=0.2,
-        ppo={
-            **PPO,
-            "sampling_params": {**PPO["sampling_params"], "temperature": 1.3},
-            "forward_micro_batch_size": 3,
-            **POLICY_LOSSES[architecture],
-        },
-        rs={**PPO, "forward_micro_batch_size": 3},
-        reinforce={
-            **PPO,
-            "sampling_params": {**PPO["sampling_params"], "temperature": 1.3},
-            "forward_micro_batch_size": 3,
-        },
+        ppo=warm | POLICY_LOSSES[architecture],
+        rs=sampled,
+        reinforce=warm,
         # Differences of sums lose digits: 2.0e-5 after an update of DPO or SPIN.
         dpo={
             "preference_average_log_probs": True,
@@ -548,6 +541,23 @@ def loss_and_gradient(
     return {"loss": loss, **metrics}
 
 
+def updates(training, batch: dict, steps: int, reduction: str, micro_batch_size: int = 1) -> dict:
+    """Losses, metrics and gradient norms of updates; on rank 0 also the first gradient and the
+    last weights, whole.
+    """
+    model, *optimization = training
+    numbers, gradients = [], []
+    for _ in range(steps):
+        metrics = loss_and_gradient(model, batch, reduction, micro_batch_size)
+        gradients.append(gradient(model))
+        numbers.append(metrics | {"gradient norm": optimizer_step(*optimization, 0.5)})
+    weights = gathered(model)
+    progress(f"{steps} updates")
+    if weights is None:
+        return {"numbers": numbers}
+    return {"numbers": numbers, "gradient": gradients[0], "weights": weights}
+
+
 def gradient(model) -> dict[str, torch.Tensor] | None:
     gather_gradient_shards(model)
     return gathered(model, lambda parameter: parameter.main_grad)
@@ -600,16 +610,20 @@ def reference_logprobs(model, role: str) -> dict[str, torch.Tensor]:
     return {f"reference logprobs {n}": half for n, half in enumerate(halves)}
 
 
-def generated(
-    model, role: str = "actor", kinds: tuple[str, ...] = (*GENERATION, "turns")
-) -> dict[str, list]:
-    """Token ids, whether the response ended, and the sampler's log-probs (of an actor), for ten
-    ragged prompts; "turns": of conversations with an environment.
-    """
+def ragged_prompts(rows: int = 10) -> tuple[torch.Tensor, ...]:
+    """Tokens, lengths and seeds."""
     generator = torch.Generator().manual_seed(5)
-    prompts = torch.randint(0, 290, (10, 7), generator=generator)
-    lengths = torch.randint(1, 8, (10,), generator=generator)
-    mine = [x[my_samples()] for x in (prompts, lengths, torch.arange(10) + 50)]
+    prompts = torch.randint(0, 290, (rows, 7), generator=generator)
+    return prompts, torch.randint(1, 8, (rows,), generator=generator), torch.arange(rows) + 50
+
+
+def generated(
+    model, role: str = "actor", kinds: Iterable[str] = (*GENERATION, "turns"), rows: int = 10
+) -> dict[str, list]:
+    """Token ids, whether the response ended, and the sampler's log-probs (of an actor), for so
+    many ragged prompts; "turns": of conversations with an environment.
+    """
+    mine = [x[my_samples()] for x in ragged_prompts(rows)]
     if role == "distillation":  # what it learns from with a served teacher
         return {"student": all_samples(samples_of(model.respond(*mine)))}
     results = {}
@@ -732,6 +746,17 @@ def apart(mine, expected, is_gradient: bool = False, precision=32) -> float:
     named = "loss", "gradient norm", "gradient"
     keys = [key for key in expected if precision == 32 or key in named]
     return max(abs(mine[key] - expected[key]) / max(abs(expected[key]), 0.1) for key in keys)
+
+
+def assert_same(found: dict, expected: dict, what: str = "", bound: float = 1e-5) -> None:
+    """The quantities of one case, among them what `updates` gives."""
+    assert found.keys() == expected.keys()
+    for name, wanted in expected.items():
+        pairs = [(found[name], wanted)]
+        if name == "numbers":
+            pairs = zip(found[name], wanted, strict=True)
+        worst = max(apart(*pair, is_gradient=name == "gradient") for pair in pairs)
+        assert worst < bound, f"{what} {name}: {worst:.1e}"
 
 
 def expected_file(folder, architecture: str, role: str, precision) -> Path:

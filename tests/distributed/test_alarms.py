@@ -7,18 +7,22 @@ import re
 
 import pytest
 import torch
+from megatron.core.parallel_state import destroy_model_parallel
 from omegaconf import OmegaConf
 
-from tests.distributed.launcher import progress, run_ranks
+from nemo_aligner.models.nlp.gpt.megatron_gpt_policy import MegatronGPTActorModel
+from nemo_aligner.parallel.collectives import check_replicas
+from nemo_aligner.training.optim import optimizer_step
+from tests.distributed.launcher import at_each, progress, run_ranks
+from tests.distributed.test_ppo_trainer import untimed
 from tests.tiny_models import PPO, tiny_config
+from tests.unit import test_alarms_at_work as at_work
 
 NAN = float("nan")
 pytestmark = pytest.mark.timeout(300)
 
 
 def make_actor(tokenizer_dir, optim=None, **settings):
-    from nemo_aligner.models.nlp.gpt.megatron_gpt_policy import MegatronGPTActorModel
-
     settings = {"ppo": OmegaConf.merge(PPO, {"entropy_bonus": 0.0}), **settings}
     cfg = tiny_config(tokenizer_dir, "gpt2", optim=optim or {}, **settings)
     actor = MegatronGPTActorModel(cfg)
@@ -43,14 +47,12 @@ def error_of(function, *args):
     return None
 
 
-def update(actor, optimizer, scheduler, batch, **watch):
-    from nemo_aligner.training.optim import optimizer_step
-
+def update(actor, optimizer, scheduler, batch):
     optimizer.zero_grad()
     actor.prepare_for_training_step()
     actor.get_loss_and_metrics(batch)
     actor.finish_training_step()
-    optimizer_step(optimizer, scheduler, watch.get("clip"))
+    optimizer_step(optimizer, scheduler, None)
 
 
 def weights(actor):
@@ -59,8 +61,6 @@ def weights(actor):
 
 
 def faults(tokenizer_dir):
-    from nemo_aligner.parallel.collectives import check_replicas
-
     rank = torch.distributed.get_rank()
     found = {}
     for name in ("mcore_distributed_optim", "adamw"):
@@ -99,54 +99,43 @@ def faults(tokenizer_dir):
 
     # One bit of one weight of one rank.
     parameter = actor.unwrapped()[0].decoder.layers[1].mlp.linear_fc1.weight
-    if rank == 1:
-        parameter.data.view(torch.int32).view(-1)[17] ^= 1
-    found["bit"] = error_of(check_replicas, actor.unwrapped())
-    if rank == 1:
-        parameter.data.view(torch.int32).view(-1)[17] ^= 1
-    found["mended"] = error_of(check_replicas, actor.unwrapped())
-    found |= other_splits(tokenizer_dir) | jobs(tokenizer_dir)
-    return found
-
-
-def other_splits(tokenizer_dir):
-    """What is replicated over two ranks that share a sequence, tensors or experts."""
-    from megatron.core.parallel_state import destroy_model_parallel
-
-    from nemo_aligner.parallel.collectives import check_replicas
-
-    splits = {"CP2": {"context_parallel_size": 2}, "EP2": {"expert_model_parallel_size": 2}}
-    splits["EP2"] |= {"num_moe_experts": 2, "moe_ffn_hidden_size": 16}
-    splits["TP2"] = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
-    found = {}
-    for split, settings in splits.items():
-        destroy_model_parallel()
-        actor, _, _ = make_actor(tokenizer_dir, **settings)
-        found[split] = error_of(check_replicas, actor.unwrapped())
-        for part in ("mlp", "self_attention"):
-            parameters = actor.unwrapped()[0].named_parameters()
-            names = [name for name, _ in parameters if f"layers.1.{part}." in name]
-            name = [name for name in names if name.endswith("weight") and "router" not in name][-1]
-            bits = actor.unwrapped()[0].get_parameter(name).data.view(torch.int32).view(-1)
-            bits[3] ^= torch.distributed.get_rank()
-            progress(f"{split}, {part}")
-            found[split, part] = error_of(check_replicas, actor.unwrapped())
-            bits[3] ^= torch.distributed.get_rank()
+    bits = parameter.data.view(torch.int32).view(-1)
+    for name in ("bit", "mended"):
+        bits[17] ^= rank
+        found[name] = error_of(check_replicas, actor.unwrapped())
     destroy_model_parallel()
+    return found | at_each(SPLITS, flipped, tokenizer_dir) | jobs(tokenizer_dir)
+
+
+EXPERTS = {"num_moe_experts": 2, "moe_ffn_hidden_size": 16}
+SPLITS = {
+    "CP2": {"context_parallel_size": 2},
+    "TP2": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    "EP2": {"expert_model_parallel_size": 2, **EXPERTS},
+}
+
+
+def flipped(tokenizer_dir, **settings):
+    """What is said of replicas that two ranks share, and of one bit of each part of a layer."""
+    module = make_actor(tokenizer_dir, **settings)[0].unwrapped()[0]
+    found = {"healthy": error_of(check_replicas, [module])}
+    for part in ("mlp", "self_attention"):
+        names = [name for name, _ in module.named_parameters() if f"layers.1.{part}." in name]
+        name = [name for name in names if name.endswith("weight") and "router" not in name][-1]
+        bits = module.get_parameter(name).data.view(torch.int32).view(-1)
+        bits[3] ^= torch.distributed.get_rank()
+        found[part] = error_of(check_replicas, [module])
+        bits[3] ^= torch.distributed.get_rank()
     return found
 
 
 def jobs(tokenizer_dir):
     """PPO jobs: a healthy one, and one whose reward model gives one rank a NaN."""
-    from tests.unit import test_alarms_at_work as at_work
-
     found = {}
     trainer = at_work.make_job(at_work.make_actor(tokenizer_dir, temperature=0.7))
     found["job"] = error_of(trainer.fit)
     progress("a healthy job")
-    found["metrics"] = [
-        entry for entry in trainer.logger.metrics if not entry[0].startswith(("timers/", "speed/"))
-    ]
+    found["metrics"] = untimed(trainer.logger.metrics)
 
     trainer = at_work.make_job(at_work.make_actor(tokenizer_dir, temperature=0.7))
     score = trainer.score
@@ -197,12 +186,13 @@ def test_replicas_that_differ_by_one_bit_are_named(two_ranks):
 
 def test_only_replicas_are_compared(two_ranks):
     for found in two_ranks:
-        assert found["CP2"] is found["TP2"] is found["EP2"] is None
-        assert found["CP2", "mlp"][0] == found["CP2", "self_attention"][0] == "ReplicaError"
+        context, tensor, experts = (found[split] for split in SPLITS)
+        assert context["healthy"] is tensor["healthy"] is experts["healthy"] is None
+        assert context["mlp"][0] == context["self_attention"][0] == "ReplicaError"
         # Shards: they differ anyway.
-        assert found["TP2", "mlp"] is found["TP2", "self_attention"] is None
-        assert found["EP2", "mlp"] is None  # another expert
-        assert found["EP2", "self_attention"][1].startswith("decoder.layers.1.self_attention.")
+        assert tensor["mlp"] is tensor["self_attention"] is None
+        assert experts["mlp"] is None  # another expert
+        assert experts["self_attention"][1].startswith("decoder.layers.1.self_attention.")
 
 
 def test_a_healthy_job_and_a_reward_of_one_rank(two_ranks):

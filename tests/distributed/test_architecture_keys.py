@@ -6,8 +6,13 @@ and layers with experts between others give the numbers of one rank at each kind
 
 import pytest
 import torch
+from megatron.core.parallel_state import destroy_model_parallel
 from omegaconf import OmegaConf
 
+from nemo_aligner.checkpoint import sources
+from nemo_aligner.checkpoint.checkpointing import CheckpointCallback
+from nemo_aligner.generation import GenerationParams, MegatronGenerator
+from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 from nemo_aligner.training.megatron_steps import forward_collect
 from tests.distributed.launcher import at_each, run_ranks
 from tests.distributed.test_quick_splits import actor_of, update, updates
@@ -61,10 +66,6 @@ CASES = {
 
 def compute(nemo: str, **split) -> dict:
     """What `updates` gives, and greedy responses; all ranks call it."""
-    from nemo_aligner.checkpoint import sources
-    from nemo_aligner.generation import GenerationParams, MegatronGenerator
-    from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
-
     results = updates(nemo, **split)
     cfg = OmegaConf.merge(sources.read_config(nemo), split)
     model = MegatronGPTModel.restore_from(nemo, override_config_path=cfg)
@@ -90,8 +91,6 @@ def compute(nemo: str, **split) -> dict:
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("case", CASES)
 def test_two_ranks_compute_as_one_does(tiny_tokenizer_dir, tmp_path, case):
-    from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
-
     keys, splits = CASES[case]
     nemo = str(tmp_path / "policy.nemo")
     MegatronGPTModel(tiny_config(tiny_tokenizer_dir, "llama", **keys)).save_to(nemo)
@@ -108,8 +107,6 @@ def across_a_checkpoint(nemo: str, folder: str, save: bool, **split) -> list[flo
     """Numbers of the update behind a checkpoint: `save` it after two updates, or load it. All
     ranks call it.
     """
-    from nemo_aligner.checkpoint.checkpointing import CheckpointCallback
-
     job = actor_of(nemo, **split)
     callback = CheckpointCallback(folder, *job, name="policy", save_nemo_on_train_end=False)
     if save:
@@ -126,8 +123,6 @@ def place(folder, split: dict) -> str:
 
 
 def both_ways(nemo: str, folder: str, **split) -> tuple[list[float], list[float]]:
-    from megatron.core.parallel_state import destroy_model_parallel
-
     loaded = across_a_checkpoint(nemo, f"{folder}/one rank", False, **split)
     destroy_model_parallel()
     return loaded, across_a_checkpoint(nemo, place(folder, split), True, **split)
@@ -136,8 +131,6 @@ def both_ways(nemo: str, folder: str, **split) -> tuple[list[float], list[float]
 @pytest.mark.timeout(400)
 def test_a_model_of_unlike_layers_resumes_at_another_split(tiny_tokenizer_dir, tmp_path):
     """A checkpoint names its layers otherwise than that of a uniform model."""
-    from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
-
     nemo = str(tmp_path / "policy.nemo")
     MegatronGPTModel(tiny_config(tiny_tokenizer_dir, "llama", **EXPERTS)).save_to(nemo)
     expected = across_a_checkpoint(nemo, str(tmp_path / "one rank"), True)

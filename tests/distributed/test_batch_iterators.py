@@ -51,6 +51,9 @@ def test_data_parallel_ranks_share_the_work():
     assert sorted(sum(indices, [])) == list(range(32))
 
 
+BATCHES = [f"batch of {replica}" for replica in range(4)]
+
+
 def _replicas(splits):
     """(rank's source, its batches) at each split; each replica begins with a batch of its own."""
     taken = []
@@ -59,15 +62,10 @@ def _replicas(splits):
         replica = parallel_state.get_data_parallel_rank()
         ranks = dist.get_process_group_ranks(parallel_state.get_model_parallel_group())
         assert parallel_state.get_model_parallel_src_rank() == ranks[0]
-        queue = StoreBatchIterator(iter([[f"batch of {replica}"]]), 1, _Words(), list)
+        queue = StoreBatchIterator(iter([[replica]]), 1, BATCHES, list)
         taken.append((ranks, [batch for (batch,) in queue]))
         destroy_model_parallel()
     return taken
-
-
-class _Words:
-    def __getitem__(self, index):
-        return index
 
 
 CP2 = {"context_parallel_size": 2}
@@ -87,5 +85,4 @@ def test_ranks_of_a_replica_move_together_at_all_splits():
         assert [ranks for ranks, _ in taken] == groups, sizes
         by_replica = {ranks[0]: batches for ranks, batches in taken}
         assert all(batches == by_replica[ranks[0]] for ranks, batches in taken), sizes
-        expected = [f"batch of {replica}" for replica in range(len(by_replica))]
-        assert sorted(sum(by_replica.values(), [])) == expected, sizes
+        assert sorted(sum(by_replica.values(), [])) == BATCHES[: len(by_replica)], sizes

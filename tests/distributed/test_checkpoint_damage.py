@@ -7,14 +7,19 @@ both, and a rank that cannot write takes nobody with it into an endless wait.
 import errno
 from pathlib import Path
 
+from torch.distributed import barrier, get_rank
+
+from nemo_aligner.checkpoint import checkpointing, checksums, dist_ckpt
+from nemo_aligner.checkpoint.checkpointing import CheckpointCallback
+from nemo_aligner.checkpoint.checksums import MANIFEST, parse_manifest
+from nemo_aligner.core.errors import SaveError
+from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
+from nemo_aligner.parallel.megatron_switches import changed
 from tests.distributed.launcher import run_ranks
 from tests.tiny_models import tiny_config
 
 
 def _callback(folder: str, tokenizer_dir: str):
-    from nemo_aligner.checkpoint.checkpointing import CheckpointCallback
-    from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
-
     model = MegatronGPTModel(tiny_config(tokenizer_dir, tensor_model_parallel_size=2))
     training = model.setup_megatron_optimization(max_steps=10)
     return CheckpointCallback(folder, model, *training, name="x")
@@ -22,10 +27,6 @@ def _callback(folder: str, tokenizer_dir: str):
 
 def damaged(folder: str, tokenizer_dir: str) -> dict:
     """What this rank sees of two checkpoints, of which the newer one is damaged."""
-    from torch.distributed import barrier, get_rank
-
-    from nemo_aligner.checkpoint.checksums import MANIFEST, parse_manifest
-
     callback = _callback(folder, tokenizer_dir)
     for step in (1, 2):
         newest = callback.custom_save({"step": step}, trainer_state={"step": step})
@@ -53,56 +54,43 @@ def one_rank_has_no_space(
     folder: str, tokenizer_dir: str, where: str, in_background: bool = False
 ) -> tuple:
     """The error of a save in which rank 1, or rank 0, cannot write; then a save that can."""
-    from torch.distributed import barrier, get_rank
-
-    from nemo_aligner.checkpoint import checkpointing, checksums, dist_ckpt
-    from nemo_aligner.core.errors import SaveError
-
     callback = _callback(folder, tokenizer_dir)
     callback.async_save = in_background
     callback.custom_save({"step": 1}, trainer_state={"step": 1})
     callback.finish_save()
     full = OSError(errno.ENOSPC, "No space left on device")
-    stream, names = checksums._Stream, ("write_durably", "write_manifest")
-    modules = {"write_durably": checksums, "write_manifest": checkpointing}
-    own = {name: getattr(modules[name], name) for name in names}
 
-    class FullStream(stream):
+    class FullStream(checksums._Stream):
         def write(self, data):
             if self.tell() + len(data) > 3000:
-                self.failed(full)
+                self.files.error = full
                 raise full
             return super().write(data)
 
     def refuse(*_arguments):
         raise full
 
-    save_config = dist_ckpt.save_config
+    write_durably = checksums.write_durably
 
     def refuse_common(path, content):
-        if path.name == "common.pt":
-            raise full
-        return own["write_durably"](path, content)
+        return refuse() if path.name == "common.pt" else write_durably(path, content)
 
-    if where == "weights" and get_rank() == 1:
-        checksums._Stream = FullStream
-    elif where in names and get_rank() == (where == "write_durably"):
-        setattr(modules[where], where, refuse)
-    elif where == "common" and get_rank() == 0:
-        checksums.write_durably = refuse_common
-    elif where == "form" and get_rank() == 0:
-        dist_ckpt.save_config = refuse
-    try:
-        callback.custom_save({"step": 2}, trainer_state={"step": 2})
-        while callback.is_saving:  # as after each step
-            callback.check_save()
-        message = None
-    except SaveError as error:
-        message = str(error)
-    checksums._Stream = stream
-    dist_ckpt.save_config = save_config
-    for name in names:
-        setattr(modules[name], name, own[name])
+    places = {  # rank, and what cannot write there
+        "weights": (1, checksums, "_Stream", FullStream),
+        "write_durably": (1, checksums, "write_durably", refuse),
+        "write_manifest": (0, checkpointing, "write_manifest", refuse),
+        "common": (0, checksums, "write_durably", refuse_common),
+        "form": (0, dist_ckpt, "save_config", refuse),
+    }
+    rank, *change = places[where]
+    with changed([change] if get_rank() == rank else []):
+        try:
+            callback.custom_save({"step": 2}, trainer_state={"step": 2})
+            while callback.is_saving:  # as after each step
+                callback.check_save()
+            message = None
+        except SaveError as error:
+            message = str(error)
     barrier()
     left = sorted(path.name for path in Path(callback.root).iterdir())
     barrier()  # the next save begins to write there

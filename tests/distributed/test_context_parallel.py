@@ -11,9 +11,9 @@ import inspect
 import pytest
 import torch
 from megatron.core.parallel_state import destroy_model_parallel, get_context_parallel_group
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.utils import get_batch_on_this_cp_rank
 
-from nemo_aligner.generation import GenerationParams
 from nemo_aligner.models.nlp.gpt.megatron_gpt_ppo_actor import MegatronGPTActorModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_rs_actor import MegatronGPTRSModel
 from nemo_aligner.parallel import parallel_state
@@ -55,54 +55,30 @@ def check_shares():
     torch.testing.assert_close(gradient, take_share(weights, 1) * 3)
 
 
-# (architecture, role) of the matrix
-CASES = [
-    *(("gpt2", "actor"), ("llama", "critic"), ("gpt2", "reward model"), ("llama", "regression")),
-    *(("llama", "sft"), ("gpt2", "rs"), ("llama", "dpo"), ("gpt2", "kto")),
-]
+# Architecture and role of the matrix
+CASES = "gpt2 actor, llama actor, llama critic, gpt2 reward model, llama regression, llama sft"
+CASES += ", gpt2 rs, llama dpo, gpt2 kto"
+CASES = [tuple(case.split(" ", 1)) for case in CASES.split(", ")]
 
 
 def evaluate(tokenizer_dir, folder, architecture, role, **split):
-    """What a role infers, an optimizer step, and the weights after it."""
-    training = matrix.build(tokenizer_dir, folder, architecture, role, split)
-    numbers = matrix.inferred(training[0], role)
-    numbers["step"] = matrix_reload.step(*training, role)
-    return numbers | {"weights": {n: w.detach().clone() for n, w in training[0]._named_weights()}}
-
-
-def ragged_prompts(rows=5):
-    generator = torch.Generator().manual_seed(5)
-    text = torch.randint(0, 290, (rows, 7), generator=generator)
-    length = torch.randint(1, 8, (rows,), generator=generator)
-    return {"text": text, "length": length, "sample_seeds": torch.arange(rows) + 50}
-
-
-def generate(tokenizer_dir, architecture, **split):
-    """Texts of 5 prompts and of a single one, greedy and sampled, before and after log-probs of
-    the same widths.
+    """Of an actor texts of 5 prompts and of a single one; then what a role infers, an optimizer
+    step, and the weights after it.
     """
-    settings = PPO | {
-        "sampling_params": PPO["sampling_params"] | {"end_strings": [*"aeiou"], "temperature": 1.4}
-    }
-    model = MegatronGPTActorModel(
-        tiny_config(tokenizer_dir, architecture, init_method_std=0.3, ppo=settings, **split)
-    )
-    greedy = GenerationParams(max_length=9, use_greedy=True, return_logprobs=True)
-    model.set_train()
-    results = []
-    for rows in (5, 1):
-        prompts = ragged_prompts(rows)
-        sampled = model.infer(prompts)
-        output = model.generator.generate(
-            prompts["text"], prompts["length"], prompts["sample_seeds"], greedy
-        )
-        results += [*sampled.values(), output.response_tokens]
-        results += [output.response_lengths, output.logprobs]
-        # The rotary embedding remembers lengths; here it must not give what it gave when decoding.
-        results.append(model.get_inference_log_probs(sampled["response_tokens"]))
-    assert all(chunk.training for chunk in model.model)
-    assert model.transformer_config.context_parallel_size == split.get("context_parallel_size", 1)
-    return results
+    training = matrix.build(tokenizer_dir, folder, architecture, role, split)
+    model, numbers = training[0], {}
+    if role == "actor":
+        model.set_train()
+        for rows in (5, 1):
+            texts = matrix.generated(model, kinds=matrix.GENERATION, rows=rows)
+            numbers |= {f"{kind}, {rows}": samples for kind, samples in texts.items()}
+            assert all(chunk.training for chunk in model.model)
+            # The rotary embedding remembers lengths: it must not give what it gave when decoding.
+            matrix.inferred(model, role)
+        assert model.transformer_config.context_parallel_size == len(split) + 1
+    numbers |= matrix.inferred(model, role)
+    numbers["step"] = matrix_reload.step(*training, role)
+    return numbers | {"weights": {n: w.detach().clone() for n, w in model._named_weights()}}
 
 
 def check_prompt_that_breaks_one_rank(tokenizer_dir):
@@ -119,8 +95,6 @@ def dropout_masks(tokenizer_dir):
     """Where dropout of 0.5 zeroes a vector of ones in this process, outside and inside the
     tensor-parallel regions.
     """
-    from megatron.core.tensor_parallel import get_cuda_rng_tracker
-
     MegatronGPTRSModel(tiny_config(tokenizer_dir, "llama", rs=PPO, **CP2))
     ones = torch.ones(64)
     outside = torch.nn.functional.dropout(ones, 0.5)
@@ -136,7 +110,6 @@ def on_two_ranks(tokenizer_dir, folder):
     assert parallel_state.get_model_parallel_src_rank() == 0
     check_shares()
     results = {case: evaluate(tokenizer_dir, folder, *case, **CP2) for case in CASES}
-    results |= {name: generate(tokenizer_dir, name, **CP2) for name in ("gpt2", "llama")}
     check_prompt_that_breaks_one_rank(tokenizer_dir)
     progress("updates and texts")
     results["dropout"] = dropout_masks(tokenizer_dir)
@@ -149,32 +122,15 @@ def two_ranks(tiny_tokenizer_dir, models):
     return run_ranks(on_two_ranks, 2, 300, tiny_tokenizer_dir, models)
 
 
-def assert_equal_texts(ours, expected):
-    for tensor, wanted in zip(ours, expected, strict=True):
-        if wanted.is_floating_point():
-            torch.testing.assert_close(tensor, wanted, rtol=1e-5, atol=1e-5)
-        else:
-            assert torch.equal(tensor, wanted)
-
-
 @pytest.mark.parametrize("case", CASES, ids=" ".join)
 def test_two_ranks_that_share_sequences_compute_what_one_does(
     tiny_tokenizer_dir, models, two_ranks, case
 ):
     expected = evaluate(tiny_tokenizer_dir, models, *case)
     for ours in two_ranks:
-        assert ours[case].keys() == expected.keys()
-        for name, numbers in expected.items():
-            assert matrix.apart(ours[case][name], numbers) < 1e-5, name
+        matrix.assert_same(ours[case], expected)
     # Whatever follows from the metrics (a stop, a log entry) happens on both ranks or on none.
     assert two_ranks[0][case]["step"] == two_ranks[1][case]["step"]
-
-
-@pytest.mark.parametrize("architecture", ["gpt2", "llama"])
-def test_text_and_its_log_probs(tiny_tokenizer_dir, two_ranks, architecture):
-    expected = generate(tiny_tokenizer_dir, architecture)
-    for ours in two_ranks:
-        assert_equal_texts(ours[architecture], expected)
 
 
 def test_ranks_draw_different_dropout_masks(two_ranks):

@@ -6,21 +6,16 @@ over them.
 One launch of two ranks serves all splits. Checkpoints are in the matrix.
 """
 
-import json
-from functools import cache
-
 import pytest
 import torch
-from megatron.core.parallel_state import destroy_model_parallel
 
 from nemo_aligner.core.errors import ConfigError
 from nemo_aligner.data.nlp.samplers import StoreBatchIterator
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRewardModel
 from nemo_aligner.parallel import parallel_state
-from nemo_aligner.training.optim import optimizer_step
 from tests.distributed import matrix
-from tests.distributed.launcher import progress, run_ranks
+from tests.distributed.launcher import at_each, run_ranks
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -42,24 +37,7 @@ def unequal():
     return slice(0, 2) if parallel_state.get_data_parallel_rank() == 0 else slice(2, None)
 
 
-def updates(training, role, batch, steps):
-    """Losses, metrics and gradient norms, the first gradient and the last weights of updates with
-    one sample (or pair) to a micro-batch.
-    """
-    model, *optimization = training
-    numbers, gradients = [], []
-    for _ in range(steps):
-        metrics = matrix.loss_and_gradient(model, batch, matrix.ROLES[role].reductions[0], 1)
-        gradients.append(matrix.gradient(model))
-        numbers.append(metrics | {"gradient norm": optimizer_step(*optimization, 0.5)})
-    weights = matrix.gathered(model)
-    progress(role)
-    if weights is None:
-        return {"numbers": numbers}
-    return {"numbers": numbers, "gradient": gradients[0], "weights": weights}
-
-
-def of_actor(tokenizer_dir, folder, keys):
+def of_actor(tokenizer_dir, folder, **keys):
     """Three updates, and the log-probs after them of unequal shares; those of the reference stay
     what they were.
     """
@@ -72,16 +50,17 @@ def of_actor(tokenizer_dir, folder, keys):
     tokens = batch["response_tokens"][unequal()]
     actor.set_eval()
     before = actor.get_inference_log_probs(tokens)
-    found = updates(training, "actor", batch, 3)
+    found = matrix.updates(training, batch, 3, "token")
     actor.set_eval()
     assert torch.equal(actor.get_init_policy_logprobs(tokens), before)
-    return found | {"logprobs": (unequal(), actor.get_inference_log_probs(tokens))}
+    return found, unequal(), actor.get_inference_log_probs(tokens)
 
 
 def of_role(tokenizer_dir, folder, role, keys):
     """Two updates of another role, and what it infers afterwards."""
     training = matrix.build(tokenizer_dir, folder, "moe", role, keys)
-    found = updates(training, role, matrix.global_batch(role, float("nan")), 2)
+    batch, reduction = matrix.global_batch(role, float("nan")), matrix.ROLES[role].reductions[0]
+    found = matrix.updates(training, batch, 2, reduction)
     return found | matrix.inferred(training[0], role)
 
 
@@ -112,11 +91,8 @@ def responses(tokenizer_dir, folder, keys):
 
 
 def on_two_ranks(tokenizer_dir, folder):
-    results = {}
-    for name, (split, other) in CASES.items():
-        results[name] = of_actor(tokenizer_dir, folder, split | other)
-        progress(name)
-        destroy_model_parallel()
+    cases = {name: split | other for name, (split, other) in CASES.items()}
+    results = at_each(cases, of_actor, tokenizer_dir, folder)
     results["fresh"] = fresh(tokenizer_dir, EP2)
     results["responses"] = responses(tokenizer_dir, folder, EP2)
     results |= {role: of_role(tokenizer_dir, folder, role, EP2) for role in ROLES}
@@ -136,13 +112,8 @@ def folder(tiny_tokenizer_dir, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def one_rank(tiny_tokenizer_dir, folder):
-    """`one_rank(other keys)` of the actor; computed once."""
-
-    @cache
-    def compute(keys):
-        return of_actor(tiny_tokenizer_dir, folder, json.loads(keys))
-
-    return lambda keys: compute(json.dumps(keys))  # a dict is no key of the cache
+    """Of the actor: without auxiliary losses, and with them."""
+    return [of_actor(tiny_tokenizer_dir, folder, **keys) for keys in ({}, BALANCED)]
 
 
 @pytest.fixture(scope="module")
@@ -150,24 +121,14 @@ def two_ranks(tiny_tokenizer_dir, folder):
     return run_ranks(on_two_ranks, 2, 200, tiny_tokenizer_dir, folder)
 
 
-def check(found, expected):
-    """Of rank 0, which has the whole weights."""
-    assert found.keys() == expected.keys()
-    for name in set(found) - {"logprobs", "numbers"}:
-        apart = matrix.apart(found[name], expected[name], is_gradient=name == "gradient")
-        assert apart < 1e-5, name
-    for ours, wanted in zip(found["numbers"], expected["numbers"], strict=True):
-        assert matrix.apart(ours, wanted) < 1e-5
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_updates_equal_those_of_one_rank(one_rank, two_ranks, name):
-    expected = one_rank(CASES[name][1])
-    check(two_ranks[0][name], expected)
+    expected, _, wanted = one_rank[CASES[name][1] == BALANCED]
+    matrix.assert_same(two_ranks[0][name][0], expected)
     for ours in two_ranks:
-        assert ours[name]["numbers"] == two_ranks[0][name]["numbers"]
-        share, logprobs = ours[name]["logprobs"]
-        torch.testing.assert_close(logprobs, expected["logprobs"][1][share], rtol=1e-5, atol=2e-5)
+        found, share, logprobs = ours[name]
+        assert found["numbers"] == two_ranks[0][name][0]["numbers"]
+        torch.testing.assert_close(logprobs, wanted[share], rtol=1e-5, atol=2e-5)
 
 
 def test_initial_weights_do_not_depend_on_the_split(tiny_tokenizer_dir, two_ranks):
@@ -186,4 +147,4 @@ def test_responses_equal_those_of_one_rank(tiny_tokenizer_dir, folder, two_ranks
 
 @pytest.mark.parametrize("role", ROLES)
 def test_other_roles_equal_one_rank(tiny_tokenizer_dir, folder, two_ranks, role):
-    check(two_ranks[0][role], of_role(tiny_tokenizer_dir, folder, role, {}))
+    matrix.assert_same(two_ranks[0][role], of_role(tiny_tokenizer_dir, folder, role, {}))

@@ -6,7 +6,14 @@ against one rank.
 
 import pytest
 
+from nemo_aligner.config.checks import check_config
+from nemo_aligner.evaluate.rewards import model_rewards, reward_model_settings
+from nemo_aligner.generate.batch import respond
+from nemo_aligner.generate.policy import ChatForm, load_policy
 from nemo_aligner.generate.responses import Response
+from nemo_aligner.generate.settings import compose_settings
+from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
+from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRewardModel
 from tests.distributed.launcher import at_each, run_ranks
 from tests.tiny_models import tiny_config
 
@@ -19,12 +26,6 @@ def evaluate(
     folder: str, ranks: int, policy_name: str = "policy", **split: int
 ) -> tuple[list[Response], list[float]]:
     """The responses to `PROMPTS`, in five micro-batches, and their rewards; all ranks call it."""
-    from nemo_aligner.config.checks import check_config
-    from nemo_aligner.evaluate.rewards import model_rewards, reward_model_settings
-    from nemo_aligner.generate.batch import respond
-    from nemo_aligner.generate.policy import ChatForm, load_policy
-    from nemo_aligner.generate.settings import compose_settings
-
     settings = ["trainer.accelerator=cpu", f"trainer.devices={ranks}", "micro_batch_size=3"]
     settings += ["responses_per_prompt=3", "length_params.max_length=7"]
     settings += ["reward_model.forward_micro_batch_size=2"]
@@ -43,9 +44,6 @@ def evaluate(
 
 @pytest.fixture(scope="module")
 def folder(tiny_tokenizer_dir, tmp_path_factory) -> str:
-    from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
-    from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRewardModel
-
     folder = tmp_path_factory.mktemp("generate")
     cfg = tiny_config(tiny_tokenizer_dir, "llama", init_method_std=0.3)
     MegatronGPTModel(cfg).save_to(str(folder / "policy.nemo"))

@@ -49,10 +49,7 @@ def generated(model):
 
 def streamed(model):
     """Lengths and log-probs of `matrix.generated`'s prompts in batches of 3, by their places."""
-    generator = torch.Generator().manual_seed(5)
-    prompts = torch.randint(0, 290, (10, 7), generator=generator)
-    inputs = (prompts, torch.randint(1, 8, (10,), generator=generator), torch.arange(10) + 50)
-    batches = zip(*(x.split(3) for x in inputs), strict=True)
+    batches = zip(*(x.split(3) for x in matrix.ragged_prompts()), strict=True)
     params, found = matrix.GENERATION["sampled"], {}
     with model.adapters_for_generation():
         for places, output in model.generator.stream(batches, params, slots=2):

@@ -119,13 +119,6 @@ def compare(tokenizer_dir, folder, cases):
         destroy_model_parallel()
 
 
-@pytest.fixture(scope="module")
-def folder(tiny_tokenizer_dir, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("hybrid")
-    run_ranks(matrix.write_models, 1, 120, tiny_tokenizer_dir, folder)
-    return folder
-
-
 @pytest.mark.parametrize("ranks", CASES)
-def test_both_models_give_the_same_bits(tiny_tokenizer_dir, folder, ranks):
-    run_ranks(compare, ranks, 120, tiny_tokenizer_dir, folder, CASES[ranks])
+def test_both_models_give_the_same_bits(tiny_tokenizer_dir, models, ranks):
+    run_ranks(compare, ranks, 120, tiny_tokenizer_dir, models, CASES[ranks])

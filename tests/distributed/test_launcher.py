@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from tests.distributed.launcher import run_ranks
 from tests.patience import wait_until
+from tests.processes import family, is_alive
 
 
 def _sum_of_ranks(scale):
@@ -42,19 +43,6 @@ def _sleep_with_a_child(folder):
     (Path(folder) / f"{dist.get_rank()}.tmp").write_text(f"{os.getpid()} {child.pid}")
     os.replace(Path(folder) / f"{dist.get_rank()}.tmp", Path(folder) / f"{dist.get_rank()}.pids")
     time.sleep(300)
-
-
-def _is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
-def _wait_for_the_end_of(folder: Path) -> None:
-    pids = [int(pid) for path in folder.glob("*.pids") for pid in path.read_text().split()]
-    assert len(pids) == 4
-    wait_until(lambda: not any(map(_is_running, pids)), 10, f"the end of {pids}")
 
 
 def test_results_by_rank_and_no_folder_left(tmp_path, monkeypatch):
@@ -83,4 +71,7 @@ def impatient(monkeypatch):
 def test_limit_kills_ranks_and_their_children(tmp_path, impatient):
     with pytest.raises(TimeoutError, match="_sleep_with_a_child: limit: no sign of life for 3 s"):
         run_ranks(_sleep_with_a_child, 2, 3, str(tmp_path))
-    _wait_for_the_end_of(tmp_path)
+    pids = [int(pid) for path in tmp_path.glob("*.pids") for pid in path.read_text().split()]
+    assert len(pids) == 4
+    alive = lambda: [process for pid in pids for process in family(pid) if is_alive(process)]
+    wait_until(lambda: not alive(), 10, f"the end of {pids}")

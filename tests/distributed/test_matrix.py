@@ -57,23 +57,15 @@ def keep_report(numbers: dict) -> dict:
 
 
 @pytest.fixture(scope="module")
-def folder_of_models(tiny_tokenizer_dir, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("matrix-full")
-    matrix.write_models(tiny_tokenizer_dir, folder)
-    parallel_state.destroy()
-    return folder
-
-
-@pytest.fixture(scope="module")
-def full_reloads(tiny_tokenizer_dir, folder_of_models):
+def full_reloads(tiny_tokenizer_dir, models):
     """Deviations of all reloads."""
     reloads = {}
     cases_of = {name: matrix_reload.cases(name) for name in SAVED}
-    write_expected(tiny_tokenizer_dir, folder_of_models, cases_of)
+    write_expected(tiny_tokenizer_dir, models, cases_of)
     for size, names in RELOAD.items():
-        run_ranks(matrix_reload.save_all, size, 180, tiny_tokenizer_dir, folder_of_models, names)
+        run_ranks(matrix_reload.save_all, size, 180, tiny_tokenizer_dir, models, names)
     for size, names in RELOAD.items():
-        args = (tiny_tokenizer_dir, folder_of_models, {name: sources(name) for name in names})
+        args = (tiny_tokenizer_dir, models, {name: sources(name) for name in names})
         reloads |= keep_report(run_ranks(matrix_reload.load_all, size, 180, *args)[0])
     return reloads
 
@@ -113,9 +105,9 @@ def out_of_bounds(name: str, report: dict) -> list[str]:
 @pytest.mark.full
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", SPLITS)
-def test_every_split_gives_the_numbers_of_one_rank(name, tiny_tokenizer_dir, folder_of_models):
-    write_expected(tiny_tokenizer_dir, folder_of_models, {name: SPLITS[name].cases()})
-    args = (tiny_tokenizer_dir, folder_of_models, [name])
+def test_every_split_gives_the_numbers_of_one_rank(name, tiny_tokenizer_dir, models):
+    write_expected(tiny_tokenizer_dir, models, {name: SPLITS[name].cases()})
+    args = (tiny_tokenizer_dir, models, [name])
     report = keep_report(run_ranks(matrix.run_splits, SPLITS[name].ranks, 180, *args)[0])
     wrong = out_of_bounds(name, report)
     assert not wrong, "\n".join(wrong)
@@ -143,12 +135,12 @@ def test_checkpoints_load_at_every_split(full_reloads):
     "architecture, role",
     [case for case in SPLITS["DP2"].cases() if ROLES[case[1]].reductions == matrix.REDUCTIONS],
 )
-def test_what_one_rank_computes(architecture, role, tiny_tokenizer_dir, folder_of_models):
+def test_what_one_rank_computes(architecture, role, tiny_tokenizer_dir, models):
     """Micro-batches change nothing but the reduction that is named after them; no counting slot,
     no loss.
     """
-    write_expected(tiny_tokenizer_dir, folder_of_models, {"DP2": [(architecture, role)]})
-    numbers = torch.load(matrix.expected_file(folder_of_models, architecture, role, 32))
+    write_expected(tiny_tokenizer_dir, models, {"DP2": [(architecture, role)]})
+    numbers = torch.load(matrix.expected_file(models, architecture, role, 32))
     for kind in ("loss", "gradient"):
         dynamic, alone = (numbers[f"{kind} token {size}"] for size in (matrix.DYNAMIC, 1))
         dynamic = matrix.apart(dynamic, alone, kind == "gradient")

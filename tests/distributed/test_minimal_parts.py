@@ -8,16 +8,15 @@ import pytest
 import torch
 
 from nemo_aligner.algorithms import training_loop
+from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.device import get_device
+from tests import minimal_parts
 from tests.distributed.launcher import run_ranks
 
 SECTIONS = ("ppo", "rs", "reinforce", "sft")
 
 
 def run_all():
-    from nemo_aligner.parallel import parallel_state
-    from tests import minimal_parts
-
     parallel_state.initialize()
     results = {section: minimal_parts.run(section) for section in SECTIONS}
     results["time"] = minimal_parts.run("ppo", steps=1)

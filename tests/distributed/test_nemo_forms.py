@@ -10,6 +10,9 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+from nemo_aligner.checkpoint import sources
+from nemo_aligner.core.errors import UserError
+from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 from tests import megatron_folders, nemo_files
 from tests.cases import some_of
 from tests.distributed.launcher import at_each, progress, run_ranks
@@ -27,8 +30,6 @@ SPLITS = {
 
 def differences(trusted: str, others: list[str], **split) -> dict[str, list[str]]:
     """Weights of this rank that differ from those in `trusted`, by file; all ranks call it."""
-    from nemo_aligner.checkpoint import sources
-    from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 
     def loaded(path: str, seed: int) -> dict[str, torch.Tensor]:
         own = {**split, "seed": seed}
@@ -63,8 +64,6 @@ def megatron_roots(model, kind: str, folder: Path, tokenizer: str) -> list[Path]
 
 @some_of("kind", ["llama", "gpt2", "moe"])
 def test_other_forms_load_at_another_split(tiny_tokenizer_dir, tmp_path, kind):
-    from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
-
     experts = {"num_moe_experts": 4, "moe_ffn_hidden_size": 24} if kind == "moe" else {}
     architecture = "gpt2" if kind == "gpt2" else "llama"
     cfg = tiny_config(tiny_tokenizer_dir, architecture, num_layers=4, **experts)
@@ -86,10 +85,6 @@ def test_other_forms_load_at_another_split(tiny_tokenizer_dir, tmp_path, kind):
 
 
 def errors_of(path: str, split: dict) -> str:
-    from nemo_aligner.checkpoint import sources
-    from nemo_aligner.core.errors import UserError
-    from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
-
     cfg = OmegaConf.merge(sources.read_config(path), split)
     with pytest.raises(UserError) as error:
         MegatronGPTModel.restore_from(path, override_config_path=cfg)
@@ -100,8 +95,6 @@ def errors_of(path: str, split: dict) -> str:
 def test_a_weight_beyond_reason_of_one_rank_is_the_same_error_on_all(
     tiny_tokenizer_dir, tmp_path, split
 ):
-    from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
-
     source = MegatronGPTModel(tiny_config(tiny_tokenizer_dir))
     path = str(tmp_path / "model.nemo")
     with torch.no_grad():

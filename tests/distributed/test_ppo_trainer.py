@@ -10,7 +10,13 @@ import numpy as np
 import pytest
 import torch
 
+from nemo_aligner.core.errors import UserError
+from nemo_aligner.parallel import parallel_state
+from nemo_aligner.servers.critic_client import training_payload
+from tests import ppo_fakes, rs_fakes
 from tests.distributed.launcher import run_ranks
+from tests.rs_fakes import make_reinforce_trainer, make_rs_trainer
+from tests.unit import test_dynamic_sampling
 
 SETTINGS = dict(
     ppo_epochs=2, critic_warmup_steps=1, val_check_interval=1, save_interval=1, whiten_rewards=True
@@ -40,9 +46,6 @@ CORRECTED["sampler_correction"] = CAPPED
 
 
 def run_trainer(batch_iterator_cls=None, settings=SETTINGS):
-    from nemo_aligner.servers.critic_client import training_payload
-    from tests import ppo_fakes
-
     trainer = ppo_fakes.make_trainer(**settings)
     if "sampler_correction" in settings:
         trainer.model.sampler_offset = 0.1
@@ -53,15 +56,11 @@ def run_trainer(batch_iterator_cls=None, settings=SETTINGS):
 
 
 def run_reinforce():
-    from tests.rs_fakes import make_reinforce_trainer
-
     return run(make_reinforce_trainer(val_check_interval=1))
 
 
 def run_dynamic_sampling():
-    from tests.unit.test_dynamic_sampling import make
-
-    return run(make(4, max_steps=2, initial_policy_kl_penalty=0.01))
+    return run(test_dynamic_sampling.make(4, max_steps=2, initial_policy_kl_penalty=0.01))
 
 
 def coarse(rollout):
@@ -70,8 +69,6 @@ def coarse(rollout):
 
 
 def run_rs(micro_batch_size=2):
-    from tests.rs_fakes import make_rs_trainer
-
     settings = {"val_check_interval": 1, "save_interval": 1, "max_epochs": 2}
     return run(make_rs_trainer(score=coarse, micro_batch_size=micro_batch_size, **settings))
 
@@ -91,6 +88,10 @@ RUNS = {
 }
 
 
+def untimed(metrics):
+    return [entry for entry in metrics if not entry[0].startswith(("timers/", "speed/"))]
+
+
 def run(trainer):
     """What a trainer among fakes has done when it has ended."""
     trainer.fit()
@@ -98,11 +99,7 @@ def run(trainer):
         "batches": trainer.model.batches,
         "sent_to_critic": [],
         "weight": trainer.model.weight,
-        "metrics": [
-            entry
-            for entry in trainer.logger.metrics
-            if not entry[0].startswith(("timers/", "speed/"))
-        ],
+        "metrics": untimed(trainer.logger.metrics),
         "tables": trainer.logger.tables,
         "state": trainer.state_dict(),
     }
@@ -119,9 +116,6 @@ def rank_0_draws_everything(sampler_iter, num_microbatches, dataset, collate_fn)
 
 def run_on_this_rank():
     """All experiments in one start of the interpreters."""
-    from nemo_aligner.parallel import parallel_state
-    from tests import ppo_fakes, rs_fakes
-
     parallel_state.initialize()
     results = {name: function() for name, (function, _) in RUNS.items()}
     results["queue"] = run_trainer(rank_0_draws_everything)
@@ -133,8 +127,6 @@ def run_on_this_rank():
 
 def refusals(make, name):
     """Of states that differ between the ranks, and of steps of another size."""
-    from nemo_aligner.core.errors import UserError
-
     found, state = {}, {"consumed_samples": 0, f"{name}_optimization_step": 0}
     for key, changes, kind in (
         ("unequal_states", {"step": torch.distributed.get_rank()}, RuntimeError),

@@ -10,6 +10,11 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+from nemo_aligner.checkpoint import sources
+from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
+from nemo_aligner.models.nlp.gpt.megatron_gpt_ppo_actor import MegatronGPTActorModel
+from nemo_aligner.parallel import parallel_state
+from nemo_aligner.training.optim import optimizer_step
 from tests.distributed.launcher import at_each, run_ranks
 from tests.tiny_models import PPO, tiny_config
 
@@ -37,9 +42,6 @@ SPLITS = {
 
 def actor_of(nemo: str, **split) -> tuple:
     """An actor with the weights of `nemo`, its optimizer and its schedule; all ranks call it."""
-    from nemo_aligner.checkpoint import sources
-    from nemo_aligner.models.nlp.gpt.megatron_gpt_ppo_actor import MegatronGPTActorModel
-
     sampling = {**PPO["sampling_params"], "temperature": 0.8}
     ppo = {**PPO, "sampling_params": sampling}
     cfg = OmegaConf.merge(sources.read_config(nemo), {"ppo": ppo, "micro_batch_size": 1}, split)
@@ -64,9 +66,6 @@ def global_batch() -> dict[str, torch.Tensor]:
 
 def update(actor, optimizer, scheduler) -> list[float]:
     """Loss, gradient norm and ratio of one update; all ranks call it."""
-    from nemo_aligner.parallel import parallel_state
-    from nemo_aligner.training.optim import optimizer_step
-
     size = parallel_state.get_data_parallel_world_size()
     rank = parallel_state.get_data_parallel_rank()
     batch = {key: value.chunk(size)[rank] for key, value in global_batch().items()}
@@ -90,8 +89,6 @@ def updates(nemo: str, **split) -> dict:
 @pytest.fixture(scope="module")
 def nemo(tiny_tokenizer_dir, tmp_path_factory) -> str:
     """The initial weights of all: pipeline stages would draw others than one rank."""
-    from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
-
     path = str(tmp_path_factory.mktemp("quick") / "policy.nemo")
     MegatronGPTModel(tiny_config(tiny_tokenizer_dir, "llama", num_layers=4)).save_to(path)
     return path

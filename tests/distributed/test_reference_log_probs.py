@@ -4,7 +4,6 @@
 and a job of another split finds them; a full disk on one rank is an error on all.
 """
 
-import json
 import shutil
 from pathlib import Path
 
@@ -14,8 +13,9 @@ from megatron.core.parallel_state import destroy_model_parallel
 
 from nemo_aligner.algorithms.reference_log_probs import ShardWriter, with_reference_log_probs
 from nemo_aligner.data.nlp.datasets import DPOModelDataset
+from tests import preference_jobs
 from tests.distributed import matrix
-from tests.distributed.launcher import progress, run_ranks
+from tests.distributed.launcher import at_each, run_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -30,7 +30,7 @@ SPLITS = {
 }
 
 
-def kept(tokenizer_dir, folder: Path, root: str, architecture: str, split: dict):
+def kept(tokenizer_dir, folder: Path, root: str, architecture: str = "llama", **split):
     """All log-probs `[ITEMS, 2, WIDTH - 1]` that a job keeps below `root`, and how many passes it
     made; all ranks call it.
     """
@@ -54,23 +54,14 @@ def kept(tokenizer_dir, folder: Path, root: str, architecture: str, split: dict)
     return rows, len(passes)
 
 
-def one_rank(tokenizer_dir, folder):
-    return {
-        name: kept(tokenizer_dir, folder, name, case[0], {})[0] for name, case in SPLITS.items()
-    }
-
-
-def two_ranks(tokenizer_dir, folder):
-    results = {}
-    for name, (architecture, split) in SPLITS.items():
-        progress(name)
-        again, passes = kept(tokenizer_dir, folder, name, architecture, split)
-        torch.distributed.barrier()
-        if torch.distributed.get_rank() == 0:
-            shutil.rmtree(folder / name)
-        torch.distributed.barrier()
-        results[name] = again, passes, *kept(tokenizer_dir, folder, name, architecture, split)
-    return results
+def found_and_made(tokenizer_dir, folder, root, **case):
+    """What is kept, then what is computed anew."""
+    found = kept(tokenizer_dir, folder, root, **case)
+    torch.distributed.barrier()
+    if torch.distributed.get_rank() == 0:
+        shutil.rmtree(folder / root)
+    torch.distributed.barrier()
+    return *found, *kept(tokenizer_dir, folder, root, **case)
 
 
 def full_disk(tokenizer_dir, folder):
@@ -84,28 +75,30 @@ def full_disk(tokenizer_dir, folder):
 
     ShardWriter.add = full
     with pytest.raises(Exception) as ending:
-        kept(tokenizer_dir, folder, "full", "llama", {})
+        kept(tokenizer_dir, folder, "full")
     return repr(ending.value)
 
 
-def write_input(tokenizer_dir, folder):
-    """The models, and preference pairs."""
-    matrix.write_models(tokenizer_dir, folder)
+@pytest.fixture(scope="module")
+def folder(models):
+    """The models of the matrix, and preference pairs."""
     texts = ["was a joy", " is dull, and far too long", " bad"]
     pairs = [(texts[i % 3], texts[(i + 1) % 3]) for i in range(ITEMS)]
     lines = [
         {"prompt": f"the film {i}", "chosen": a, "rejected": b} for i, (a, b) in enumerate(pairs)
     ]
-    text = "".join(json.dumps(line) + "\n" for line in lines)
-    (folder / "pairs.jsonl").write_text(text)
+    preference_jobs.write(models / "pairs.jsonl", lines)
+    return models
 
 
 @pytest.mark.full
-def test_every_split_keeps_the_log_probs_of_one_rank(tiny_tokenizer_dir, tmp_path):
-    write_input(tiny_tokenizer_dir, tmp_path)
-    args = (tiny_tokenizer_dir, tmp_path)
-    (whole,) = run_ranks(one_rank, 1, 120, *args)
-    for results in run_ranks(two_ranks, 2, 120, *args):
+def test_every_split_keeps_the_log_probs_of_one_rank(tiny_tokenizer_dir, folder):
+    args = (tiny_tokenizer_dir, folder)
+    alone = {name: {"root": name, "architecture": case[0]} for name, case in SPLITS.items()}
+    together = {name: alone[name] | case[1] for name, case in SPLITS.items()}
+    (found,) = run_ranks(at_each, 1, 120, alone, kept, *args)
+    whole = {name: rows for name, (rows, _) in found.items()}
+    for results in run_ranks(at_each, 2, 120, together, found_and_made, *args):
         for name, (again, without, fresh, passes) in results.items():
             assert (without, passes > 0) == (0, True), name
             assert torch.equal(again, whole[name]), name
@@ -115,8 +108,7 @@ def test_every_split_keeps_the_log_probs_of_one_rank(tiny_tokenizer_dir, tmp_pat
 
 
 @pytest.mark.full
-def test_a_full_disk_on_one_rank_is_an_error_on_both(tiny_tokenizer_dir, tmp_path):
-    write_input(tiny_tokenizer_dir, tmp_path)
-    endings = run_ranks(full_disk, 2, 60, tiny_tokenizer_dir, tmp_path)
+def test_a_full_disk_on_one_rank_is_an_error_on_both(tiny_tokenizer_dir, folder):
+    endings = run_ranks(full_disk, 2, 60, tiny_tokenizer_dir, folder)
     assert all(ending.startswith("SaveError('no space left") for ending in endings), endings
-    assert not list((tmp_path / "full").iterdir())
+    assert not list((folder / "full").iterdir())

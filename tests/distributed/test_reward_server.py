@@ -6,6 +6,7 @@ the rewards.
 
 import numpy as np
 
+from nemo_aligner.parallel import parallel_state
 from nemo_aligner.servers.server_loop import batcher_options
 from tests.distributed.launcher import run_ranks
 from tests.unit.test_reward_server import last_token, make_server
@@ -15,8 +16,6 @@ def score_on_ranks():
     """On each rank: what `infer` gives for requests of 1, 3 and 5 rows, and the rows that this
     rank's model saw.
     """
-    from nemo_aligner.parallel import parallel_state
-
     parallel_state.initialize(tensor_model_parallel_size=1)
     seen = []
 

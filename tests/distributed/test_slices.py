@@ -8,16 +8,15 @@ import numpy as np
 import pytest
 import torch
 
+from nemo_aligner.models.nlp.gpt.megatron_gpt_critic import MegatronGPTCriticModel
+from nemo_aligner.servers import requests
+from nemo_aligner.servers.scoring import Scorer
 from tests.distributed.launcher import run_ranks
 from tests.tiny_models import tiny_config
 
 
 def scores(tokenizer_dir, split):
     """Rank 0's scores of 40 samples in one go, and in slices; how many operations each took."""
-    from nemo_aligner.models.nlp.gpt.megatron_gpt_critic import MegatronGPTCriticModel
-    from nemo_aligner.servers import requests
-    from nemo_aligner.servers.scoring import Scorer
-
     model = MegatronGPTCriticModel(
         tiny_config(tokenizer_dir, forward_micro_batch_size=2, force_head_dtype="float32", **split)
     )

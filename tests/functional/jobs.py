@@ -111,18 +111,16 @@ class ScriptJob:
         return left_of(self._family.values(), grace_s)
 
 
-def must_succeed(job: ScriptJob) -> None:
-    """Exit code 0 within the time limit, and no process left."""
+def must_succeed(job: ScriptJob, timeout_s: float = 150.0) -> ScriptJob:
+    """It ends well within the time limit, and no process is left."""
     with job:
-        assert job.wait() == 0, job.log[-4000:]
-        assert not job.leftovers()
+        assert_ended_well(job, job.wait(timeout_s))
+    return job
 
 
 def must_end_well(job: ScriptJob) -> ScriptJob:
-    """As `must_succeed`, for a job of minutes, or of torchrun."""
-    with job:
-        assert_ended_well(job, job.wait(240))
-    return job
+    """As `must_succeed`, for a job of minutes."""
+    return must_succeed(job, 240)
 
 
 def must_fail_with(job: ScriptJob, *words: str) -> None:
@@ -149,6 +147,21 @@ def read_metrics(folder: Path, key: str) -> list[float]:
         if key in record:
             values[record["step"]] = record[key]
     return [values[step] for step in sorted(values)]
+
+
+def count_of(folder: Path, key: str) -> int:
+    """How many values of a metric a job has logged so far."""
+    return len(read_metrics(folder, key)) if (folder / "metrics.jsonl").exists() else 0
+
+
+def samples_of(folder: Path, part: str = "val") -> list[dict]:
+    """The samples that a job has logged."""
+    return [json.loads(line) for line in (folder / f"{part}_samples.jsonl").open()]
+
+
+def texts_of(folder: Path) -> list[tuple]:
+    """Those of the samples of an actor's validations."""
+    return [(each["prompt"], each["response"], each["is_end"]) for each in samples_of(folder)]
 
 
 def assert_same_metrics(folder: Path, expected: Path, names=None, last=False, **tolerance) -> None:
@@ -239,6 +252,12 @@ def rollout_options(inputs: Path, folder: Path, kind: str) -> list[str]:
     ]
 
 
+def second_rank(job: ScriptJob) -> psutil.Process | None:
+    """The process of rank 1 of a job that plain `python` started, once it is there."""
+    started = psutil.Process(job.process.pid).children()
+    return min(started, key=lambda child: (child.create_time(), child.pid), default=None)
+
+
 def wait_until_serving(job: ScriptJob, timeout_s: float = 120.0) -> None:
     """Return once the job's endpoints reply."""
     wait_for_log(job, ": serving ", timeout_s)
@@ -271,6 +290,15 @@ def kill_after_checkpoint(job: ScriptJob, folder: Path, step: int) -> None:
     wait_for(job, saved, f"step {step}")
     job.process.send_signal(signal.SIGKILL)
     assert job.wait(10) == -signal.SIGKILL
+
+
+def kill_and_resume(start: Callable[[], ScriptJob], folder: Path, step: int) -> None:
+    """Run a job to its end in two starts; the first is killed as `kill_after_checkpoint` does."""
+    with start() as job:
+        kill_after_checkpoint(job, folder, step)
+    with start() as job:
+        assert_ended_well(job, job.wait(240))
+        assert "resumed from" in job.log
 
 
 def assert_ended_well(job: ScriptJob, code: int) -> None:

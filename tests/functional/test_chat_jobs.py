@@ -6,12 +6,12 @@ distillation.
 """
 
 import functools
-import json
 
 import pytest
 
 from nemo_aligner.servers.ports import find_free_port
 from tests import hugging_face
+from tests.chat_forms import FAMILIES
 from tests.functional import test_ppo_job, test_rs_job
 from tests.functional.jobs import (
     assert_same_metrics,
@@ -19,28 +19,26 @@ from tests.functional.jobs import (
     must_end_well,
     must_succeed,
     read_metrics,
+    samples_of,
     wait_until_serving,
     write_lines,
 )
 from tests.functional.test_distillation_scripts import on_policy, served
 from tests.functional.test_environment_job import settings
-from tests.functional.test_sft_rm_scripts import dpo, kto, must_resume_exactly, spin
+from tests.functional.test_sft_rm_scripts import (
+    JOBS,
+    RESPONSES,
+    must_resume_exactly,
+    preferences,
+    texts,
+)
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(600)]
 
-TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
-    "{{ message['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 LORA = ["model.peft.peft_scheme=lora", "model.peft.lora_tuning.target_modules=[all]"]
 LORA += ["model.peft.lora_tuning.adapter_dim=4", "model.peft.lora_tuning.variant=canonical"]
 LORA += ["model.data.chat_template=tokenizer", "model.encoder_seq_length=96"]
-RESPONSES = ["was a joy", "is dull", "bad", "a sad and very long evening"]
-NEMO_LORA = [
-    "model.data.chat=True",
-    *(setting for setting in LORA if "chat_template" not in setting),
-]
+NEMO_LORA = ["model.data.chat=True", *(word for word in LORA if "chat_template" not in word)]
 
 
 @pytest.fixture
@@ -48,20 +46,12 @@ def base(write_folder):
     """A Qwen2 folder whose tokenizer has a chat template and its special tokens."""
     from transformers import AutoTokenizer
 
-    folder = write_folder(
-        hugging_face.randomized(
-            hugging_face.causal_lm(
-                "Qwen2",
-                vocab_size=302,  # ids of the tokenizer with its two special tokens
-                max_position_embeddings=128,
-                num_attention_heads=4,
-                num_key_value_heads=2,
-            )
-        )
-    )
+    # 302: ids of the tokenizer with its two special tokens.
+    qwen = hugging_face.causal_lm("Qwen2", vocab_size=302, max_position_embeddings=128)
+    folder = write_folder(hugging_face.randomized(qwen))
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
-    tokenizer.chat_template = TEMPLATE
+    tokenizer.chat_template = FAMILIES["chatml"].template
     tokenizer.save_pretrained(folder)
     return folder
 
@@ -79,17 +69,7 @@ def data(tmp_path_factory):
     """Conversations for each of the algorithms."""
     folder = tmp_path_factory.mktemp("conversations")
     for name, count in (("train", 24), ("validation", 6)):
-        bad = [RESPONSES[1 + i % 3] for i in range(count)]
-        records = {
-            "dpo": [
-                {"prompt": [ask(i)], "chosen": reply("was a joy"), "rejected": reply(bad[i])}
-                for i in range(count)
-            ],
-            "kto": [
-                {"prompt": [ask(i)], "response": reply(text), "preference": preference}
-                for i in range(count)
-                for text, preference in (("was a joy", "chosen"), (bad[i], "rejected"))
-            ],
+        records = preferences(count, lambda n: [ask(n)], reply) | {
             "sft": [{"messages": [ask(i), *reply(RESPONSES[i % 4])]} for i in range(count)],
             "nemo": [
                 {
@@ -112,19 +92,13 @@ def data(tmp_path_factory):
     return folder
 
 
-def of_sft(data, kind: str) -> list[str]:
-    files = {name: f"{data}/{kind}_{name}.jsonl" for name in ("train", "validation")}
-    return [f"model.data.{name}_ds.file_path={file}" for name, file in files.items()]
-
-
 def job(algorithm, data, base, folder):
-    without = "++model.hidden_dropout=0.0"
+    without, options = "++model.hidden_dropout=0.0", LORA
     if algorithm in ("dpo", "kto"):
-        function = {"dpo": dpo, "kto": kto}[algorithm]
-        return function(data, base, folder, *LORA, without, "++model.data.append_eod=False")
-    if algorithm == "spin":
-        return spin(data, base, folder, *LORA, without)
-    return spin(data, base, folder, *of_sft(data, "nemo"), *NEMO_LORA, without)
+        options = [*LORA, "++model.data.append_eod=False"]
+    elif algorithm == "spin in NeMo's format":
+        options = [*texts(data / "nemo_train.jsonl", data / "nemo_validation.jsonl"), *NEMO_LORA]
+    return JOBS[algorithm.split()[0]](data, base, folder, *options, without)
 
 
 @pytest.mark.parametrize(
@@ -143,8 +117,8 @@ def test_conversations_train_adapters(algorithm, key, data, base, tmp_path):
     assert read_metrics(whole, key)[0] == pytest.approx(0, abs=1e-4)
     assert all(norm > 0 for norm in read_metrics(whole, "train/grad_norm"))
     if algorithm.startswith("spin"):
-        samples = [json.loads(line) for line in (whole / "train_samples.jsonl").open()]
-        assert all(sample["actual"].strip().startswith(tuple(RESPONSES)) for sample in samples)
+        texts = [sample["actual"].strip() for sample in samples_of(whole, "train")]
+        assert all(text.startswith(tuple(RESPONSES)) for text in texts)
     must_resume_exactly(run, whole)
 
 

@@ -150,16 +150,9 @@ def test_a_student_on_two_data_parallel_ranks_learns_and_resumes_exactly(
 
 def test_logits_that_do_not_fit(data, teacher, logits, other, tmp_path):
     words = "the logits are those of another tokenizer"
-    must_fail_with(distil(logits, other, tmp_path / "kd"), f"{logits['train']}, line 1: {words}")
     must_fail_with(compute(data, other, logits["train"]), words)
     job = compute(data, teacher, tmp_path / "out.jsonl", "top_k=301")
     must_fail_with(job, "top_k=301 is above the 300 tokens of the vocabulary")
-    before = logits["validation"].read_bytes()
-    must_fail_with(
-        compute(data, teacher, logits["validation"]),
-        "it holds the logits of another teacher, data set or command (rows=6)",
-    )
-    assert logits["validation"].read_bytes() == before
 
 
 # --- on-policy

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from nemo_aligner.core.endings import ExitCode
-from tests.functional.jobs import ScriptJob
+from tests.functional.jobs import ScriptJob, must_succeed
 from tests.patience import patience
 from tests.tiny_models import tiny_config
 
@@ -40,14 +40,6 @@ def command(*words: str, stdin: str = "", terminal=False):
     return subprocess.run(
         line, input=stdin, env=environment, capture_output=True, text=True, timeout=patience(120)
     )
-
-
-def outcome(words: str, log: Path, *more: str, ranks: int = 1, launcher: str = "python"):
-    """Exit code and output of `nemo-aligner words more`."""
-    with ScriptJob(words, log, [*more, *CPU], ranks, launcher) as job:
-        code = job.wait()
-        assert not job.leftovers()
-    return code, job.log
 
 
 @pytest.fixture(scope="module")
@@ -117,11 +109,10 @@ def test_every_way_to_start_two_ranks_writes_the_same_file(folder, tmp_path):
     for ranks, launcher in ((1, "python"), (2, "python"), (2, "torchrun")):
         out = tmp_path / f"{ranks}-{launcher}.jsonl"
         more = [two] * (ranks == 2)
-        code, log = outcome(
-            f"{words} --out {out}", tmp_path / "log", *more, ranks=ranks, launcher=launcher
-        )
-        assert code == 0, log
-        assert log.count("3 responses") == 1
+        own = [*more, *CPU], ranks, launcher
+        job = ScriptJob(f"{words} --out {out}", tmp_path / "log", *own)
+        must_succeed(job)
+        assert job.log.count("3 responses") == 1
         records = [json.loads(line) for line in out.read_text().splitlines()]
         assert [record["prompt"] for record in records] == LINES
         for record in records:

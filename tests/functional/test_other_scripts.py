@@ -4,20 +4,12 @@
 the same numbers as this package's own scripts.
 """
 
-from functools import partial
 from pathlib import Path
 
 import pytest
 
 from nemo_aligner.checkpoint.folders import complete_checkpoints
-from nemo_aligner.servers.ports import find_free_port
-from tests.functional.jobs import assert_ended_well
-from tests.functional.test_ppo_job import (
-    TRITON,
-    actor,
-    critic,
-    single,  # noqa: F401
-)
+from tests.functional.test_ppo_job import TRITON, run_pair, single  # noqa: F401
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.full]
 
@@ -27,16 +19,9 @@ TENSOR_PARALLEL = "++model.tensor_model_parallel_size=2"
 
 def run_others(inputs, folder, of_critic, of_actor) -> str:
     """Critic and actor of two ranks to the end; returns the log of the actor."""
-    port = find_free_port()
-    scripts = (OTHERS / f"ppo_{side}.py" for side in ("critic", "actor"))
-    make_critic, make_actor = (
-        partial(make, inputs, folder, port, ranks=2, script=script)
-        for make, script in zip((critic, actor), scripts)
-    )
-    with make_critic(TRITON, *of_critic) as server, make_actor(*of_actor) as job:
-        assert_ended_well(job, job.wait(300))
-        assert_ended_well(server, server.stop())
-        return job.log
+    scripts = [OTHERS / f"ppo_{side}.py" for side in ("critic", "actor")]
+    own = [TRITON, *of_critic], of_actor, 2
+    return run_pair(inputs, folder, *own, scripts=map(str, scripts))[1].log
 
 
 def last_state(folder):

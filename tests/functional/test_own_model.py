@@ -15,18 +15,15 @@ import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from tests.chat_forms import FAMILIES
 from tests.functional.jobs import ROOT, read_metrics
+from tests.hugging_face import causal_lm
 from tests.patience import patience
 from tests.warm_start import start_python
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
 
 PAGE = (ROOT / "docs" / "own_model.md").read_text()
-TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 PAIRS = sorted(((a, b) for a in range(1, 6) for b in range(1, 5)), key=lambda pair: pair != (3, 4))
 
@@ -44,23 +41,14 @@ def write_model(folder) -> None:
     tokenizer.train_from_iterator(
         [], trainers.BpeTrainer(initial_alphabet=alphabet, special_tokens=SPECIAL)
     )
-    own = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "chat_template": TEMPLATE}
+    own = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
+    own["chat_template"] = FAMILIES["chatml"].template
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **own)
     torch.manual_seed(0)
-    model = transformers.Qwen2ForCausalLM(
-        transformers.Qwen2Config(
-            vocab_size=len(tokenizer),
-            hidden_size=48,
-            intermediate_size=96,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=64,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-            bos_token_id=None,
-        )
-    )
+    sizes = {"hidden_size": 48, "intermediate_size": 96, "max_position_embeddings": 64}
+    sizes |= {"vocab_size": len(tokenizer), "initializer_range": 0.02}
+    ids = {name: getattr(tokenizer, name) for name in ("eos_token_id", "pad_token_id")}
+    model = causal_lm("Qwen2", **sizes, **ids, bos_token_id=None)()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     dice = random.Random(0)
     for _ in range(400):

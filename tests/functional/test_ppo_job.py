@@ -22,6 +22,7 @@ from tests.functional.jobs import (
     must_end_well,
     reward_server,
     rollout_options,
+    texts_of,
 )
 from tests.patience import patience, wait_until
 
@@ -100,20 +101,22 @@ def without_critic(inputs, folder, *extra, estimator="grpo", ranks=1) -> ScriptJ
 
 
 def run_pair(
-    inputs, folder, of_critic=(), of_actor=(), ranks=1, launchers=("python", "python")
-) -> ScriptJob:
-    """Critic and actor in `folder` to their end; both resume from what is there. The critic, which
-    is returned, is stopped as a scheduler would.
+    inputs, folder, of_critic=(), of_actor=(), ranks=1, launchers=("python", "python"), scripts=()
+) -> tuple[ScriptJob, ScriptJob]:
+    """Critic and actor in `folder` to their end; both resume from what is there. The critic is
+    stopped as a scheduler would.
     """
     port = find_free_port()
-    of_critics, of_actors = launchers
+    options = [{"ranks": ranks, "launcher": launcher} for launcher in launchers]
+    for own, script in zip(options, scripts):
+        own["script"] = script
     with (
-        critic(inputs, folder, port, *of_critic, ranks=ranks, launcher=of_critics) as server,
-        actor(inputs, folder, port, *of_actor, ranks=ranks, launcher=of_actors) as job,
+        critic(inputs, folder, port, *of_critic, **options[0]) as server,
+        actor(inputs, folder, port, *of_actor, **options[1]) as job,
     ):
         assert_ended_well(job, job.wait(240))
         assert_ended_well(server, server.stop())
-    return server
+    return server, job
 
 
 def assert_same_run(folder, expected) -> None:
@@ -135,7 +138,7 @@ def test_encrypted_and_without_triton_it_is_the_same_run(inputs, single):
     folder.mkdir()
     certificate, key = make_certificate(folder)
     front = [f"server.tls_certificate={certificate}", f"server.tls_key={key}"]
-    server = run_pair(inputs, folder, front, [f"remote_critic_rm.tls_ca_file={certificate}"])
+    server, _ = run_pair(inputs, folder, front, [f"remote_critic_rm.tls_ca_file={certificate}"])
     assert "starting uvicorn on" in server.log
     assert_same_run(folder, single)
 
@@ -149,30 +152,20 @@ def test_any_split_gives_the_same_numbers(inputs, single, tmp_path, tensor_paral
     launchers = ["torchrun" if side == tensor_parallel else "python" for side in SIDES[::-1]]
     run_pair(inputs, tmp_path, split["critic"], split["actor"], ranks=2, launchers=launchers)
     assert_same_metrics(tmp_path / "actor", single / "actor", rel=1e-4, abs=1e-5)
-    samples = [
-        [(sample["prompt"], sample["response"]) for sample in map(json.loads, file.open())]
-        for file in (run / "actor/val_samples.jsonl" for run in (single, tmp_path))
-    ]
-    assert samples[0] == samples[1]
+    assert texts_of(tmp_path / "actor") == texts_of(single / "actor")
 
 
 @pytest.mark.full  # tests/functional/test_fleet.py has separate servers in `make test`
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_separate_servers_give_the_numbers_of_one(inputs, single, tmp_path, ranks):
-    """Of two ranks: a data-parallel reward server and actor."""
+    """Of two ranks: data-parallel servers and actor."""
     port, launcher = find_free_port(), "torchrun" if ranks == 2 else "python"
-    alone = "trainer.ppo.combine_rm_and_critic_server=False"
+    alone = ["trainer.ppo.combine_rm_and_critic_server=False"]
     apart = ["remote_critic_rm.combine_rm_and_critic_server=False"]
     address = {"ip": "127.0.0.1", "port": port}
     apart += [f"remote_critic_rm.reward_model.{key}={value}" for key, value in address.items()]
-    critic_port = find_free_port()
-    with (
-        critic(inputs, tmp_path, critic_port, alone, launcher=launcher) as server,
-        reward_server(inputs / "rm.nemo", tmp_path, port, ranks=ranks) as reward,
-        actor(inputs, tmp_path, critic_port, *apart, ranks=ranks, launcher=launcher) as job,
-    ):
-        assert_ended_well(job, job.wait(240))
-        assert_ended_well(server, server.stop())
+    with reward_server(inputs / "rm.nemo", tmp_path, port, ranks=ranks) as reward:
+        run_pair(inputs, tmp_path, alone, apart, ranks, launchers=[launcher] * 2)
         assert_ended_well(reward, reward.stop())
     assert_same_metrics(tmp_path / "actor", single / "actor", rel=1e-4, abs=1e-5)
 

@@ -6,6 +6,8 @@ steps.
 """
 
 import contextlib
+import functools
+import inspect
 import json
 import textwrap
 
@@ -15,14 +17,15 @@ from nemo_aligner.servers.ports import find_free_port
 from tests.functional.jobs import (
     assert_ended_well,
     assert_same_metrics,
-    kill_after_checkpoint,
+    kill_and_resume,
     must_end_well,
     must_fail_with,
     read_metrics,
     reward_server,
+    samples_of,
     wait_until_serving,
 )
-from tests.functional.test_ppo_job import run_pair, without_critic
+from tests.functional.test_ppo_job import without_critic
 from tests.json_server import JsonServer
 
 pytestmark = pytest.mark.timeout(400)  # four starts of a process, ten seconds each
@@ -37,22 +40,13 @@ COMPARED += ["val_rollouts/rewards"]
 
 TOKEN = "token-of-the-reward-server"
 REWARD = """
-    import random
-
-    def score_of(response, length, answer):
-        return len(response) / 8 + length + (10 if answer == "even" else 0)
-
     def by_answer(prompts, responses, lengths, answer):
         return [score_of(*sample) for sample in zip(responses, lengths, answer)]
 
     def lengths_of_words(prompts, responses, lengths):
-        ends = [response.count(" ") for response in responses]
         words = [response.split(" ") for response in responses]
-        blank = [not each[-1].strip() for each in words]
-        return [
-            [float(len(word)) for word in each][: max(count + (not b), 1)]
-            for each, count, b in zip(words, ends, blank)
-        ]
+        steps = [each if each[-1].strip() else each[:-1] or each for each in words]
+        return [[float(len(word)) for word in each] for each in steps]
 """
 
 
@@ -68,7 +62,7 @@ def answers(inputs):
         for number, record in enumerate(records):
             answer = ["even", "odd"][number % 2]
             file.write(json.dumps({**record, "answer": answer}) + "\n")
-    (inputs / "reward.py").write_text(textwrap.dedent(REWARD))
+    (inputs / "reward.py").write_text(inspect.getsource(score_of) + textwrap.dedent(REWARD))
     names = ("train", "validation", "test")
     return "model.data.data_prefix={" + ", ".join(f"{n}: [{file.name}]" for n in names) + "}"
 
@@ -85,13 +79,9 @@ def grpo(inputs, folder, *extra, ranks=1):
     return without_critic(inputs, folder, *settings, ranks=ranks)
 
 
-def samples_of(folder):
-    return [json.loads(line) for line in (folder / "actor/val_samples.jsonl").open()]
-
-
 def assert_right_rewards(folder):
     """Those of the validation samples are what the function gives to their records."""
-    samples = samples_of(folder)
+    samples = samples_of(folder / "actor")
     assert samples
     for sample in samples:
         answer = ["even", "odd"][int(sample["prompt"].split()[-1]) % 2]
@@ -122,7 +112,7 @@ def test_a_function_and_a_web_server_give_the_same_run_at_another_split(tmp_path
         asked = sum(len(each["prompts"]) for each in server.requests)
     assert asked == 3 * 4 * RESPONSES + 4  # once per sample, on one rank
     assert_same_metrics(served / "actor", function / "actor", COMPARED, rel=1e-4, abs=1e-5)
-    assert samples_of(served) == samples_of(function)
+    assert samples_of(served / "actor") == samples_of(function / "actor")
     files = [path for path in served.rglob("*") if path.is_file()]
     names = {path.name for path in files}
     assert names > {"cmd-args.log", "run.json", "config.yaml", "report.html"}
@@ -151,8 +141,8 @@ def test_a_judge_is_asked_once_at_any_split(tmp_path, inputs, answers):
     few.append("remote_critic_rm.init_timeout_s=1")
     must_end_well(grpo(inputs, tmp_path / "two", *few, ranks=2))
     assert_right_rewards(tmp_path / "one")
-    assert samples_of(tmp_path / "two") == samples_of(tmp_path / "one")
     two, one = (tmp_path / name / "actor" for name in ("two", "one"))
+    assert samples_of(two) == samples_of(one)
     assert_same_metrics(two, one, COMPARED, rel=1e-4, abs=1e-5)
 
 
@@ -163,22 +153,15 @@ def test_grpo_with_a_function_resumes_after_a_kill_as_if_nothing_had_been(
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     extra = [answers, *reward_fn(inputs, "by_answer")]
     must_end_well(grpo(inputs, whole, *extra))
-    with grpo(inputs, parts, *extra) as job:
-        kill_after_checkpoint(job, parts, step=2)
-    with grpo(inputs, parts, *extra) as job:
-        assert_ended_well(job, job.wait(240))
-        assert "resumed from" in job.log
+    kill_and_resume(functools.partial(grpo, inputs, parts, *extra), parts, step=2)
     assert_same_metrics(parts / "actor", whole / "actor", COMPARED)
-    assert read_metrics(whole / "actor", "train_rollouts/rollout_size") == [4 * RESPONSES] * STEPS
-    assert read_metrics(whole / "actor", "train_rollouts/consumed_samples") == [
-        4 * step for step in range(1, STEPS + 1)
-    ]
-    assert (
-        len(read_metrics(whole / "actor", "train_optim/loss")) == STEPS * RESPONSES
-    )  # global batches of 4 samples
-    kl = read_metrics(whole / "actor", "train_rollouts/init_policy_kl_per_sample")
-    assert kl[0] == 0.0 and kl[1] > 0.0
-    assert len(set(read_metrics(whole / "actor", "train_rollouts/kl_penalty"))) > 1
+    names = ("rollout_size", "consumed_samples", "init_policy_kl_per_sample", "kl_penalty")
+    names = [f"train_rollouts/{name}" for name in names]
+    sizes, consumed, kl, penalties = (read_metrics(whole / "actor", name) for name in names)
+    assert sizes == [4 * RESPONSES] * STEPS and consumed == [*range(4, 4 * STEPS + 1, 4)]
+    # Global batches of 4 samples.
+    assert len(read_metrics(whole / "actor", "train_optim/loss")) == STEPS * RESPONSES
+    assert kl[0] == 0.0 and kl[1] > 0.0 and len(set(penalties)) > 1
     metrics = (whole / "actor" / "metrics.jsonl").read_text()
     assert "critic_loss" not in metrics and "values_mean" not in metrics
     assert_right_rewards(whole)
@@ -215,40 +198,20 @@ def test_each_step_of_a_response_has_a_reward(source, tmp_path, inputs, answers)
             must_end_well(grpo(inputs, runs[name], *given, *options))
         if source == "model":
             assert_ended_well(reward, reward.stop())
-    first = {}
-    for name, folder in runs.items():
-        counts = read_metrics(folder / "actor", "train_rollouts/rewards_per_response")
-        assert len(counts) == 2 and all(count > 0 for count in counts)
-        assert read_metrics(folder / "actor", "train_rollouts/init_policy_kl")[0] == 0
-        norms = read_metrics(folder / "actor", "train_optim/grad_norm")
+    first = []
+    names = [f"train_rollouts/{name}" for name in ("rewards_per_response", "init_policy_kl")]
+    names += ["train_optim/grad_norm", "train_rollouts/rewards"]
+    for folder in runs.values():
+        counts, kl, norms, rewards = (read_metrics(folder / "actor", name) for name in names)
+        assert len(counts) == 2 and all(count > 0 for count in counts) and kl[0] == 0
         assert len(norms) == 2 * RESPONSES and any(norms)
-        rewards = read_metrics(folder / "actor", "train_rollouts/rewards")[0]
-        first[name] = rewards, norms[0]
-    (grpo_reward, grpo_norm), (rloo_reward, rloo_norm) = first.values()
+        first.append((rewards[0], norms[0]))
+    (grpo_reward, grpo_norm), (rloo_reward, rloo_norm) = first
     assert grpo_reward == rloo_reward and grpo_norm != rloo_norm
     if source == "function":
-        file = runs["rloo"] / "actor" / "val_samples.jsonl"
-        samples = [json.loads(line) for line in file.open()]
-        for sample in samples:
+        for sample in samples_of(runs["rloo"] / "actor"):
             letters = len(sample["response"].replace(" ", ""))
             assert sample["reward"] == pytest.approx(letters), sample
-
-
-@pytest.mark.full
-def test_a_function_rewards_beside_a_critic(tmp_path, inputs, answers):
-    """Of two tensor-parallel ranks as of one. (The golden numbers have it in the jobs of rejection
-    sampling and REINFORCE.)
-    """
-    own = [answers, *reward_fn(inputs, "by_answer"), "model.optim.sched.name=constant"]
-    apart, split = ["trainer.ppo.combine_rm_and_critic_server=False"], []
-    for name in ("one", "two"):
-        ranks = 1 + len(split)
-        run_pair(inputs, tmp_path / name, [*apart, *split], [*own, *split], ranks=ranks)
-        assert_right_rewards(tmp_path / name)
-        split = ["++model.tensor_model_parallel_size=2"]
-    names = "train_optim/loss", "train_optim/grad_norm"
-    one, two = (tmp_path / name / "actor" for name in ("one", "two"))
-    assert_same_metrics(two, one, names, rel=1e-4, abs=1e-6)
 
 
 OWN = """

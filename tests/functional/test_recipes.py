@@ -18,7 +18,7 @@ import transformers
 
 from nemo_aligner.servers.ports import find_free_port
 from tests import hugging_face
-from tests.functional.jobs import ROOT, read_metrics
+from tests.functional.jobs import ROOT, read_metrics, write_lines
 from tests.patience import patience, wait_until
 
 RECIPES = ROOT / "examples" / "recipes"
@@ -27,8 +27,18 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 # What a CPU and a small model change.
-SMALL = ["trainer.precision=32", "model.encoder_seq_length=256"]
-SMALL += ["model.micro_batch_size=2", "model.global_batch_size=4"]
+SHORT = ["trainer.precision=32", "model.encoder_seq_length=256"]
+SMALL = [*SHORT, "model.micro_batch_size=2", "model.global_batch_size=4"]
+
+
+def two_steps(section: str) -> list[str]:
+    keys = ("max_steps", "val_check_interval", "save_interval")
+    return [f"trainer.{section}.{key}=2" for key in keys]
+
+
+SIZES = {"num_rollout_samples": 4, "num_val_samples": 4, "length_params.max_length": 8}
+SIZES |= {f"{part}_micro_batch_size": 2 for part in ("rollout", "val_rollout", "forward")}
+PPO = [*SMALL, *two_steps("ppo"), *(f"model.ppo.{key}={size}" for key, size in SIZES.items())]
 
 
 def run(script, folder, *arguments: str, **environment: str) -> str:
@@ -93,22 +103,12 @@ def test_gsm8k(write_folder, tmp_path):
     for split, count in (("train", 12), ("test", 4)):
         sums = [(f"What is {i} + {i}?", f"It is {2 * i}.\n#### {2 * i}") for i in range(count)]
         lines = [{"question": question, "answer": answer} for question, answer in sums]
-        text = "".join(json.dumps(line) + "\n" for line in lines)
-        (source / f"{split}.jsonl").write_text(text)
+        write_lines(source / f"{split}.jsonl", lines)
     run(
         examples / "recipes/gsm8k/run.sh",
         tmp_path,
-        *SMALL,
-        "trainer.ppo.max_steps=2",
-        "trainer.ppo.val_check_interval=2",
-        "trainer.ppo.save_interval=2",
+        *PPO,
         "model.ppo.num_rollouts_per_prompt=2",
-        "model.ppo.num_rollout_samples=4",
-        "model.ppo.rollout_micro_batch_size=2",
-        "model.ppo.num_val_samples=4",
-        "model.ppo.val_rollout_micro_batch_size=2",
-        "model.ppo.forward_micro_batch_size=2",
-        "model.ppo.length_params.max_length=8",
         MODEL=model.name,  # relative to where the user is
         GSM8K="gsm8k",
         OUT="out",
@@ -133,9 +133,11 @@ def test_ultrafeedback(write_folder, tmp_path):
             texts = f"{i} is a number.", f"{i} is nothing."
             chosen, rejected = ([question, {"role": "assistant", "content": x}] for x in texts)
             lines.append({"prompt": question["content"], "chosen": chosen, "rejected": rejected})
-        text = "".join(json.dumps(line) + "\n" for line in lines)
-        (tmp_path / f"{split}.jsonl").write_text(text)
-    small = " ".join(SMALL)
+        write_lines(tmp_path / f"{split}.jsonl", lines)
+    parts = {"train_ds.global_batch_size": 4, "train_ds.micro_batch_size": 2}
+    parts |= {f"{part}_ds.max_seq_length": 256 for part in ("train", "validation")}
+    sft = [*SHORT, *two_steps("sft"), *(f"model.data.{key}={n}" for key, n in parts.items())]
+    own = {"SFT": sft, "RM": [*SMALL, *two_steps("rm")], "CRITIC": SMALL, "ACTOR": PPO}
     run(
         RECIPES / "ultrafeedback/run.sh",
         tmp_path,
@@ -143,18 +145,7 @@ def test_ultrafeedback(write_folder, tmp_path):
         TRAIN="train.jsonl",
         TEST="test.jsonl",
         OUT="out",
-        SFT_ARGS=f"{SMALL[0]} {SMALL[1]} model.data.train_ds.global_batch_size=4 "
-        "model.data.train_ds.micro_batch_size=2 model.data.train_ds.max_seq_length=256 "
-        "model.data.validation_ds.max_seq_length=256 trainer.sft.max_steps=2 "
-        "trainer.sft.val_check_interval=2 trainer.sft.save_interval=2",
-        RM_ARGS=f"{small} trainer.rm.max_steps=2 trainer.rm.val_check_interval=2 "
-        "trainer.rm.save_interval=2",
-        CRITIC_ARGS=small,
-        ACTOR_ARGS=f"{small} trainer.ppo.max_steps=2 trainer.ppo.val_check_interval=2 "
-        "trainer.ppo.save_interval=2 model.ppo.num_rollout_samples=4 "
-        "model.ppo.rollout_micro_batch_size=2 model.ppo.num_val_samples=4 "
-        "model.ppo.val_rollout_micro_batch_size=2 model.ppo.forward_micro_batch_size=2 "
-        "model.ppo.length_params.max_length=8",
+        **{f"{job}_ARGS": " ".join(words) for job, words in own.items()},
     )
     assert len(read_metrics(tmp_path / "out/actor", "train_rollouts/rewards")) == 2
     assert (tmp_path / "out/report.html").is_file()

@@ -6,7 +6,6 @@ back.
 """
 
 import contextlib
-import json
 
 import psutil
 import pytest
@@ -16,10 +15,13 @@ from tests.functional.jobs import (
     ScriptJob,
     assert_ended_well,
     assert_same_metrics,
+    count_of,
     must_end_well,
     read_metrics,
     reward_server,
     rollout_options,
+    samples_of,
+    texts_of,
     wait_for,
     wait_for_log,
     wait_until_serving,
@@ -84,11 +86,6 @@ def single(inputs, server_port):
     return folder
 
 
-def validation_samples(folder):
-    samples = map(json.loads, (folder / "actor/val_samples.jsonl").open())
-    return [(sample["prompt"], sample["response"]) for sample in samples]
-
-
 def test_a_run_trains_saves_and_counts_prompts(single):
     metrics = single / "actor"
     assert (
@@ -105,7 +102,7 @@ def test_a_run_trains_saves_and_counts_prompts(single):
     first = "megatron_gpt-step=3-consumed_samples=12-rs_optimization_step=6-epoch=0-val_global_re"
     assert any(name.startswith(first) for name in names), names
     assert "megatron_gpt_rs_actor.nemo" in names
-    samples = [json.loads(line) for line in (metrics / "val_samples.jsonl").open()]
+    samples = samples_of(metrics)
     assert len(samples) == 4
     assert set(samples[0]) >= {"step", "prompt", "response", "reward", "is_end"}
 
@@ -123,7 +120,7 @@ def test_the_same_command_resumes(inputs, server_port, tmp_path, kind, lora):
             extra = [*own, f"trainer.{kind}.max_steps={limit}"]
             must_end_well(actor(inputs, folder, server_port, *extra, kind=kind))
     assert_same_metrics(parts / "actor", whole / "actor")
-    assert validation_samples(parts)[-4:] == validation_samples(whole)[-4:]
+    assert texts_of(parts / "actor")[-4:] == texts_of(whole / "actor")[-4:]
     if kind == "reinforce":
         kl = read_metrics(whole / "actor", "train_rollouts/init_policy_kl")
         assert len(kl) == 4 and kl[0] == 0 and all(kl[1:])
@@ -133,12 +130,6 @@ def test_the_same_command_resumes(inputs, server_port, tmp_path, kind, lora):
 
 
 # ------------------------------------------------------------------------------ a fleet of servers
-
-
-def steps_done(folder):
-    file = folder / "actor" / "metrics.jsonl"
-    name = "train_rollouts/global_rewards"
-    return len(read_metrics(folder / "actor", name)) if file.exists() else 0
 
 
 @pytest.mark.full
@@ -162,17 +153,18 @@ def test_servers_that_are_killed_and_come_back_change_nothing(inputs, server_por
         slow.append("inference.inference_micro_batch_size=64")
         return reward_server(inputs / "rm.nemo", tmp_path / name, port, *slow)
 
+    steps_done = lambda: count_of(fleet / "actor", "train_rollouts/global_rewards")
     with contextlib.ExitStack() as first, contextlib.ExitStack() as second:
         stacks = zip((first, second), ports, ("first", "second"))
         servers = [stack.enter_context(start(port, name)) for stack, port, name in stacks]
         for server in servers:
             wait_until_serving(server)
         with actor(inputs, fleet, ports[0], *steps, *addresses) as job:
-            wait_for(job, lambda: steps_done(fleet) >= 2, "two steps")
+            wait_for(job, lambda: steps_done() >= 2, "two steps")
             first.close()  # SIGKILL to all of its processes
             wait_for_log(job, f":{ports[0]} is left out")
-            alone = steps_done(fleet)
-            wait_for(job, lambda: steps_done(fleet) >= alone + 2, "two steps with one server")
+            alone = steps_done()
+            wait_for(job, lambda: steps_done() >= alone + 2, "two steps with one server")
             # However long a server takes to start on this machine, the run is not over by then.
             process = psutil.Process(job.process.pid)
             process.suspend()
@@ -180,9 +172,9 @@ def test_servers_that_are_killed_and_come_back_change_nothing(inputs, server_por
             process.resume()
             wait_for_log(job, f"back: reward_model at 127.0.0.1:{ports[0]}")
             second.close()
-            assert steps_done(fleet) <= 10, "nearly over when the first server came back"
+            assert steps_done() <= 10, "nearly over when the first server came back"
             assert_ended_well(job, job.wait(300))
             assert f":{ports[1]} is left out" in job.log, job.log[-4000:]
     # Rewards go through sums of another order.
     assert_same_metrics(fleet / "actor", undisturbed / "actor", COMPARED, rel=1e-4, abs=1e-5)
-    assert validation_samples(fleet) == validation_samples(undisturbed)
+    assert texts_of(fleet / "actor") == texts_of(undisturbed / "actor")

@@ -5,13 +5,12 @@ resumed, and with bad input.
 """
 
 import functools
-import json
 import math
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 import pytest
 
 from nemo_aligner.checkpoint.folders import complete_checkpoints
@@ -24,17 +23,29 @@ from tests.functional.jobs import (
     must_fail_with,
     must_succeed,
     read_metrics,
+    samples_of,
+    second_rank,
     wait_for_log,
     write_lines,
 )
 
 pytestmark = pytest.mark.timeout(300)
 
-OTHERS = Path(__file__).parent / "other_scripts"
+OTHER_SCRIPT = Path(__file__).parent / "other_scripts" / "preferences.py"
 RESPONSES = ["was a joy", "is dull", "bad", "a sad and very long evening"]
 LORA = ["model.peft.peft_scheme=lora", "model.peft.lora_tuning.target_modules=[all]"]
 BATCHES = ["model.global_batch_size=4", "model.micro_batch_size=1"]
 DROPOUT = "++model.hidden_dropout=0.1"  # a resumed job must draw the same numbers
+
+
+def preferences(count: int, ask: Callable, reply: Callable) -> dict[str, list[dict]]:
+    """Records of DPO and KTO, whose prompts and responses are written in some form."""
+    pairs = [(ask(n), reply("was a joy"), reply(RESPONSES[1 + n % 3])) for n in range(count)]
+    both = [(p, each) for p, *pair in pairs for each in zip(pair, ("chosen", "rejected"))]
+    return {
+        "dpo": [dict(zip(("prompt", "chosen", "rejected"), pair)) for pair in pairs],
+        "kto": [{"prompt": p, "response": r, "preference": which} for p, (r, which) in both],
+    }
 
 
 @pytest.fixture(scope="module")
@@ -42,24 +53,11 @@ def data(tmp_path_factory):
     """Small jsonl files for all scripts."""
     folder = tmp_path_factory.mktemp("data")
     for name, count in (("train", 24), ("validation", 6)):
-        prompts, bad = [f"the film {i}" for i in range(count)], RESPONSES[1:] * 8
-        records = {
-            "sft": [{"input": p, "output": RESPONSES[i % 4]} for i, p in enumerate(prompts)],
-            "pairs": [
-                {"text": f"{prompt} {response}"}
-                for prompt, other in zip(prompts, bad)
-                for response in ("was a joy", other)
-            ],
-            "dpo": [
-                {"prompt": prompt, "chosen": " was a joy", "rejected": f" {other}"}
-                for prompt, other in zip(prompts, bad)
-            ],
-            "kto": [
-                {"prompt": prompt, "response": f" {response}", "preference": preference}
-                for prompt, other in zip(prompts, bad)
-                for preference, response in (("chosen", "was a joy"), ("rejected", other))
-            ],
-        }
+        records = preferences(count, "the film {}".format, " {}".format)
+        both = [{"text": each["prompt"] + each["response"]} for each in records["kto"]]
+        inputs = [f"the film {n}" for n in range(count)]
+        outputs = [{"input": p, "output": RESPONSES[n % 4]} for n, p in enumerate(inputs)]
+        records |= {"sft": outputs, "pairs": both}
         for kind, lines in records.items():
             write_lines(folder / f"{kind}_{name}.jsonl", lines)
     return folder
@@ -313,11 +311,9 @@ def test_a_policy_starts_at_its_reference_and_so_does_a_script_of_nemo_aligner(
         assert read_metrics(own, "train/iteration") == [1, 1, 1, 2, 2, 2]
         assert read_metrics(own, "train/ref_policy_kl_penalty") == [0.2] * 3 + [0.4] * 3
         assert len(read_metrics(own, "train/generate")) == 2  # for three steps each
-        samples = [json.loads(line) for line in (own / "train_samples.jsonl").open()]
-        assert {row["step"] for row in samples} == {0, 3}
+        assert {row["step"] for row in samples_of(own, "train")} == {0, 3}
 
-    script = str(OTHERS / ("spin.py" if kind == "spin" else "preferences.py"))
-    must_succeed(JOBS[kind](data, base, tmp_path / "other", *options, script=script))
+    must_succeed(JOBS[kind](data, base, tmp_path / "other", *options, script=str(OTHER_SCRIPT)))
     folders = [tmp_path / name / "checkpoints" for name in ("other", "own")]
     found, expected = (complete_checkpoints(each)[-1][1]["metrics"] for each in folders)
     assert found["train_loss"] == pytest.approx(losses[-1], rel=1e-6)
@@ -333,8 +329,6 @@ def test_a_killed_rank_ends_the_job(data, tiny_tokenizer_dir, tmp_path, victim):
     with sft(data, tiny_tokenizer_dir, tmp_path / "sft", *long, ranks=2) as job:
         wait_for_log(job, "Training steps")
         time.sleep(1.0)
-        zero = psutil.Process(job.process.pid)
-        one = min(zero.children(), key=lambda child: (child.create_time(), child.pid))
-        (zero, one)[victim].kill()
+        (second_rank(job) if victim else job.process).kill()
         assert job.wait(30) != 0
         assert not job.leftovers(15)

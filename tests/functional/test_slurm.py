@@ -28,7 +28,7 @@ import pytest
 
 from nemo_aligner.core.endings import ExitCode
 from nemo_aligner.servers.ports import find_free_port
-from tests.functional.jobs import ROOT, assert_ended_well, assert_same_metrics, read_metrics
+from tests.functional.jobs import ROOT, assert_ended_well, assert_same_metrics, count_of
 from tests.functional.test_ppo_job import actor, critic
 from tests.patience import patience, wait_until
 
@@ -249,24 +249,24 @@ def test_ppo_is_queued_again_and_ends_with_the_same_numbers(inputs, slurm, tmp_p
         return "\n".join([*texts, slurm.logs()])
 
     def steps() -> int:
-        file = results / "actor" / "metrics.jsonl"
-        name = "train_rollouts/rewards"
-        return len(read_metrics(results / "actor", name)) if file.exists() else 0
+        return count_of(results / "actor", "train_rollouts/rewards")
 
-    def wait_for_step(count: int) -> None:
-        def is_there() -> bool:
-            assert slurm.job(number)["JobState"] in ("PENDING", "CONFIGURING", "RUNNING"), output()
-            return steps() >= count
+    def wait_for(condition, limit_s: float, *states: str) -> None:
+        """Until `condition(job)`, before which the job is in no other states."""
 
-        wait_until(is_there, 150, output, 0.5)
-
-    def wait_for_restart(times: int) -> None:
         def is_there() -> bool:
             job = slurm.job(number)
-            assert job["JobState"] in ("PENDING", "RUNNING", "COMPLETING", "REQUEUED"), output()
-            return job["JobState"] == "PENDING" and "Begin" in job["Reason"]
+            assert job["JobState"] in ("PENDING", "RUNNING", *states), output()
+            return condition(job)
 
-        wait_until(is_there, 100, output, 0.5)
+        wait_until(is_there, limit_s, output, 0.5)
+
+    def wait_for_step(count: int) -> None:
+        wait_for(lambda _: steps() >= count, 150, "CONFIGURING")
+
+    def wait_for_restart(times: int) -> None:
+        queued = lambda job: job["JobState"] == "PENDING" and "Begin" in job["Reason"]
+        wait_for(queued, 100, "COMPLETING", "REQUEUED")
         slurm.release(number)
         wait_until(lambda: slurm.job(number)["Restarts"] == str(times), 60, output, 0.5)
 
@@ -288,12 +288,7 @@ def test_ppo_is_queued_again_and_ends_with_the_same_numbers(inputs, slurm, tmp_p
     min(critics, key=lambda process: process.create_time()).kill()
     wait_for_restart(2)
 
-    def has_ended() -> bool:
-        job = slurm.job(number)
-        assert job["JobState"] in ("PENDING", "RUNNING", "COMPLETING", "COMPLETED"), output()
-        return job["JobState"] == "COMPLETED"
-
-    wait_until(has_ended, 200, output, 0.5)
+    wait_for(lambda job: job["JobState"] == "COMPLETED", 200, "COMPLETING", "COMPLETED")
     assert slurm.job(number)["ExitCode"] == "0:0"
     assert json.loads((results / "actor" / "ending.json").read_text())["step"] == STEPS
     for side in ("actor", "critic"):

@@ -20,6 +20,7 @@ from tests.functional.jobs import (
     write_lines,
 )
 from tests.functional.test_sft_rm_scripts import LORA, must_resume_exactly, texts, training
+from tests.golden.jobs import RECORDS
 from tests.tiny_models import tiny_config
 from tests.unit.test_steerlm import conversation, run, write
 
@@ -115,16 +116,8 @@ def test_a_policy_learns_what_a_served_model_has_labelled(
 @pytest.fixture(scope="module")
 def scored(tmp_path_factory):
     """Prompts with two or three responses."""
-    lines = []
-    for n in range(18):
-        texts = ["a joy", "is dull", "a sad film"][: 2 + n % 2]
-        weights = lambda k: {"log(P(a|x,y))": -0.5 * k, "log(P(y|x))": -30.0 - k}
-        rated = [weights(k) | {"log(Q(y|a,x))": -30.5 + 0.3 * k} for k in range(len(texts))]
-        responses = [{"from": "Assistant", "value": t, **each} for t, each in zip(texts, rated)]
-        turns = [{"from": "User", "value": f"the film {n}"}]
-        lines.append({"prompt_turns": turns, "label": "quality:4", "responses": responses})
     path = tmp_path_factory.mktemp("scored") / "data.jsonl"
-    write_lines(path, lines)
+    write_lines(path, [RECORDS["steerlm2"](n) for n in range(18)])
     return path
 
 

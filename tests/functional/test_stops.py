@@ -9,14 +9,14 @@ import os
 import signal
 from pathlib import Path
 
-import psutil
 import pytest
 
 from nemo_aligner.core.endings import ExitCode
 from tests.functional.jobs import (
     assert_same_metrics,
+    count_of,
     must_succeed,
-    read_metrics,
+    second_rank,
     wait_for,
     wait_for_log,
 )
@@ -36,11 +36,6 @@ def ending(folder):
     return json.loads((folder / "ending.json").read_text())
 
 
-def steps_of(folder):
-    file = folder / "metrics.jsonl"
-    return len(read_metrics(folder, "train/loss")) if file.exists() else 0
-
-
 def test_a_job_that_is_stopped_again_and_again_ends_with_the_same_bits(
     data,  # noqa: F811
     tiny_tokenizer_dir,
@@ -57,15 +52,12 @@ def test_a_job_that_is_stopped_again_and_again_ends_with_the_same_bits(
         ("torchrun", signal.SIGTERM, "SIGTERM", None),  # torchrun hands it on
     ]:
         with sft(data, tiny_tokenizer_dir, folder, *limits, ranks=2, launcher=launcher) as job:
-            wait_for(job, lambda: steps_of(folder) > done + 3, "three more steps")  # noqa: B023
-            process = psutil.Process(job.process.pid)
-            if rank == 1:
-                started = process.children()
-                process = min(started, key=lambda child: (child.create_time(), child.pid))
+            more = lambda: count_of(folder, "train/loss") > done + 3  # noqa: B023
+            wait_for(job, more, "three more steps")
             if rank == "all":
-                os.killpg(process.pid, number)
+                os.killpg(job.process.pid, number)
             else:
-                process.send_signal(number)
+                (second_rank(job) if rank == 1 else job.process).send_signal(number)
             code = job.wait(60)
             assert code == (1 if launcher == "torchrun" else ExitCode.PRE_EMPTED), job.log[-3000:]
             assert not job.leftovers()
@@ -83,19 +75,12 @@ def test_a_job_that_is_stopped_again_and_again_ends_with_the_same_bits(
     assert_same_metrics(folder, tmp_path / "whole")
 
 
-def second_rank(job):
-    """The process of rank 1 of a job that plain `python` started, once it takes signals."""
-    found = []
-
-    def takes_signals():
-        if started := psutil.Process(job.process.pid).children():
-            found[:] = [min(started, key=lambda child: (child.create_time(), child.pid))]
-            status = Path(f"/proc/{found[0].pid}/status").read_text()
-            return int(status.partition("SigCgt:")[2].split()[0], 16) >> (signal.SIGTERM - 1) & 1
+def takes_signals(process):
+    """Whether it is there and ends in order when it is asked to."""
+    if process is None:
         return False
-
-    wait_for(job, takes_signals, "a second rank", 60)
-    return found[0]
+    status = Path(f"/proc/{process.pid}/status").read_text()
+    return int(status.partition("SigCgt:")[2].split()[0], 16) >> (signal.SIGTERM - 1) & 1
 
 
 @pytest.mark.full
@@ -111,6 +96,7 @@ def test_a_job_that_has_not_begun_ends_at_once(
         if rank == 0:
             assert job.stop(10) == ExitCode.PRE_EMPTED, job.log[-3000:]
         else:  # started by rank 0, which ends by the same request
+            wait_for(job, lambda: takes_signals(second_rank(job)), "a second rank", 60)
             second_rank(job).send_signal(signal.SIGTERM)
             assert job.wait(20) == ExitCode.PRE_EMPTED, job.log[-3000:]
             assert ending(tmp_path / "sft")["code"] == ExitCode.PRE_EMPTED

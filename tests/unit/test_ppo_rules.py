@@ -64,6 +64,10 @@ M.environment.host=0.0.0.0 -> environment.host=0.0.0.0 has no effect & nothing l
     -> M.environment.host=127.0.0.1
 M.environment.token_file=no.txt -> environment.token_file=no.txt has no effect &
     M.environment.token_file=null -> M.environment.token_file=null
+M.environment.path=a.py:A; R.combine_rm_and_critic_server=True -> a.py:A gives the rewards &
+    combine_rm_and_critic_server=True & set that to False -> SEPARATE
+M.environment.path=a.py:A; SEPARATE; R.reward_models={a: {ip: b, port: 1}} -> would not be asked &
+    leave it null -> R.reward_models=null
 GRPO; M.environment.port=5600; T.overlong_buffer_len=64 -> overlong_buffer_len=64 is for single
     responses & environment.port=5600 -> T.overlong_buffer_len=0
 T.advantage_estimator=teacher; SEPARATE; T.initial_policy_kl_penalty=0 ->

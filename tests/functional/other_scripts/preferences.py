@@ -1,54 +1,35 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""DPO or KTO with the calls of NeMo-Aligner's scripts in their order, from the modules that they
-import them from; for test_sft_rm_scripts.py. Users' scripts look like this one.
-"""
+"""DPO, KTO or SPIN as NeMo-Aligner's scripts; for test_sft_rm_scripts.py."""
 
 import sys
 from functools import partial
 
-import torch.multiprocessing
+import steps
 from nemo.core.config import hydra_runner
-from nemo.utils.exp_manager import exp_manager
-from omegaconf.omegaconf import OmegaConf
+from omegaconf.omegaconf import open_dict
 
 from nemo_aligner.algorithms.dpo import DPOTrainer, dpo_custom_collate
 from nemo_aligner.algorithms.kto import KTOTrainer, kto_custom_collate
+from nemo_aligner.algorithms.spin import SPINTrainer, spin_custom_collate
 from nemo_aligner.data.nlp import builders
 from nemo_aligner.models.nlp.gpt.megatron_gpt_dpo_model import MegatronGPTDPOModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_kto_model import MegatronGPTKTOModel
-from nemo_aligner.utils import distributed, train_script_utils, utils
+from nemo_aligner.models.nlp.gpt.megatron_gpt_spin_model import MegatronGPTSPINModel
+from nemo_aligner.utils import distributed, train_script_utils
 
-torch.multiprocessing.set_start_method("spawn", force=True)
+# What differs between the scripts of NeMo-Aligner; the overrides say which it is.
+KINDS = {
+    "dpo": (MegatronGPTDPOModel, DPOTrainer, dpo_custom_collate),
+    "kto": (MegatronGPTKTOModel, KTOTrainer, kto_custom_collate),
+    "spin": (MegatronGPTSPINModel, SPINTrainer, spin_custom_collate),
+}
+(KIND,) = (kind for kind in KINDS if any(w.startswith(f"trainer.{kind}.") for w in sys.argv))
+MODEL, TRAINER, COLLATE = KINDS[KIND]
 
 
-# What differs between the two scripts of NeMo-Aligner; the overrides say which it is.
-IS_KTO = any(word.startswith("trainer.kto.") for word in sys.argv)
-KIND = "kto" if IS_KTO else "dpo"
-MODEL = MegatronGPTKTOModel if IS_KTO else MegatronGPTDPOModel
-
-
-@hydra_runner(config_path="../../../conf", config_name=f"gpt_{KIND}")
-def main(cfg) -> None:
-    policy_file = cfg.pretrained_checkpoint.restore_from_path
-    cfg.model = utils.load_and_override_model_config(policy_file, cfg.model)
-    lightning = train_script_utils.resolve_and_create_trainer(cfg, KIND)
-    exp_manager(lightning, cfg.exp_manager)
-    logger = train_script_utils.CustomLoggerWrapper(lightning.loggers)
-
-    own = {"strict": True, "restore_path": policy_file}
-    policy = utils.load_from_nemo(MODEL, cfg.model, lightning, **own)
-    train_script_utils.init_peft(policy, cfg.model)
-    if cfg.model.peft.peft_scheme == "none":
-        policy.ref_policy_state_dict = utils.retrieve_model_state_dict_in_cpu(
-            policy, megatron_amp_O2=cfg.model.get("megatron_amp_O2", False)
-        )
-    state, consumed = None, 0
-    if lightning.ckpt_path is not None:
-        state = train_script_utils.retrieve_custom_trainer_state_dict(lightning)
-        consumed = state["consumed_samples"]
-    train_script_utils.init_distributed(lightning, policy, False)
-
+def of_pairs(cfg, policy, collate, loader, consumed):
+    """The data set, and loaders of DPO and KTO."""
     data = cfg.model.data
     datasets = getattr(builders, f"build_train_valid_test_{KIND}_datasets")(
         cfg=cfg.model,
@@ -60,38 +41,66 @@ def main(cfg) -> None:
         seed=cfg.model.seed,
         tokenizer=policy.tokenizer,
     )
-    collate = partial(
-        kto_custom_collate if IS_KTO else dpo_custom_collate,
-        eos_id=policy.tokenizer.eos_id,
-        reset_position_ids=data.get("reset_position_ids", False),
-        reset_attention_mask=data.get("reset_attention_mask", False),
-        eod_mask_loss=data.get("eod_mask_loss", False),
-    )
-    loader = partial(
-        builders.build_dataloader,
-        cfg=cfg,
-        mbs=cfg.model.micro_batch_size,
-        gbs=cfg.model.global_batch_size,
-        load_gbs=True,
-        pad_samples_to_global_batch_size=False,
-        collate_fn=collate if IS_KTO else builders.identity_collate,
-    )
-    train = loader(dataset=datasets[0], consumed_samples=consumed)
-    validation = loader(dataset=datasets[1], consumed_samples=0, use_random_sampler=False)
-    train_script_utils.init_using_ptl(lightning, policy, train, datasets[0])
-    optimizer, scheduler = train_script_utils.extract_optimizer_scheduler_from_ptl_model(policy)
-    saving = train_script_utils.add_custom_checkpoint_callback(lightning, policy)
-    logger.log_hyperparams(OmegaConf.to_container(cfg))
-    trainer_class, given = KTOTrainer, {}
-    if not IS_KTO:
+    sizes = {"mbs": cfg.model.micro_batch_size, "gbs": cfg.model.global_batch_size}
+    own = {**sizes, "collate_fn": collate if KIND == "kto" else builders.identity_collate}
+    train = loader(dataset=datasets[0], consumed_samples=consumed, **own)
+    order = {"consumed_samples": 0, "use_random_sampler": False}
+    return datasets[0], train, loader(dataset=datasets[1], **order, **own)
+
+
+def of_texts(cfg, policy, collate, loader, consumed):
+    """The data set, and loaders of SPIN."""
+    data = cfg.model.data
+    settings = {"answer_only_loss": True, "is_chat": data.chat}
+    settings["special_tokens"] = data.chat_prompt_tokens
+    make = partial(builders.build_sft_dataset, **settings)
+    datasets = [
+        make(section, policy.tokenizer, None) for section in (data.train_ds, data.validation_ds)
+    ]
+    own = {"mbs": cfg.model.micro_batch_size, "gbs": cfg.model.global_batch_size}
+    own |= {"collate_fn": collate, "drop_last": data.train_ds.drop_last}
+    train = loader(dataset=datasets[0], consumed_samples=consumed, **own)
+    section, dataset = data.validation_ds, datasets[1]
+    own = {"mbs": section.micro_batch_size, "gbs": section.global_batch_size}
+    own |= {"collate_fn": dataset.collate_fn, "drop_last": section.drop_last}
+    order = {"consumed_samples": 0, "use_random_sampler": False}
+    return datasets[0], train, loader(dataset=dataset, **order, **own)
+
+
+@hydra_runner(config_path="../../../conf", config_name=f"gpt_{KIND}")
+def main(cfg) -> None:
+    lightning, logger, policy = steps.begin(cfg, KIND, MODEL)
+    if KIND == "spin":
+        with open_dict(cfg):
+            cfg.model.encoder_seq_length = policy.cfg.encoder_seq_length
+        needs_reference = policy.ref_policy_state_dict is None
+    else:
+        train_script_utils.init_peft(policy, cfg.model)
+        needs_reference = cfg.model.peft.peft_scheme == "none"
+    if needs_reference:
+        policy.ref_policy_state_dict = steps.weights_of(policy, cfg)
+    state = steps.saved_state(lightning, policy)
+    consumed = 0 if state is None else state["consumed_samples"]
+
+    data, names = cfg.model.data, ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
+    kept = {name: data.get(name, False) for name in names}
+    collate = partial(COLLATE, eos_id=policy.tokenizer.eos_id, **kept)
+    options = {"pad_samples_to_global_batch_size": False, "load_gbs": True}
+    loader = partial(builders.build_dataloader, cfg=cfg, **options)
+    loaders = of_texts if KIND == "spin" else of_pairs
+    dataset, train, validation = loaders(cfg, policy, collate, loader, consumed)
+    parts = steps.prepare(cfg, lightning, logger, policy, train, dataset)
+    if KIND == "dpo":
         multiple = data.get("pad_length_to_multiple_of", None)
-        given["collate_fn"] = partial(collate, pad_length_to_multiple_of=multiple)
-        trainer_class = DPOTrainer
-    parts = {"cfg": cfg.trainer[KIND], "model": policy, "optimizer": optimizer}
-    parts |= {"scheduler": scheduler, "train_dataloader": train, "val_dataloader": validation}
-    parts |= {"test_dataloader": None, **given, "logger": logger, "ckpt_callback": saving}
-    parts |= {"run_timer": distributed.Timer(cfg.exp_manager.get("max_time_per_run"))}
-    trainer = trainer_class(**parts)
+        parts["collate_fn"] = partial(collate, pad_length_to_multiple_of=multiple)
+    trainer = TRAINER(
+        cfg=cfg.trainer[KIND],
+        train_dataloader=train,
+        val_dataloader=validation,
+        test_dataloader=None,
+        run_timer=distributed.Timer(cfg.exp_manager.get("max_time_per_run")),
+        **parts,
+    )
     if state is not None:
         trainer.load_state_dict(state)
     trainer.fit()
