@@ -24,6 +24,7 @@ from tests.warm_start import start_python
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "examples" / "nlp" / "gpt"
+CPU = ("trainer.accelerator=cpu", "trainer.precision=32")
 
 
 class ScriptJob:
@@ -217,9 +218,8 @@ def reward_server(
 ) -> ScriptJob:
     """serve_reward_model.py with the reward model of `rm_file`; it logs to `folder`/reward.log."""
     folder.mkdir(exist_ok=True)
-    overrides = ["trainer.accelerator=cpu", "trainer.precision=32", f"rm_model_file={rm_file}"]
-    overrides += ["inference.host=127.0.0.1", f"inference.port={port}"]
-    overrides.append("model.forward_micro_batch_size=2")
+    overrides = [*CPU, f"rm_model_file={rm_file}", "inference.host=127.0.0.1"]
+    overrides += [f"inference.port={port}", "model.forward_micro_batch_size=2"]
     return ScriptJob(script, folder / "reward.log", [*overrides, *extra], ranks, launcher)
 
 
@@ -234,8 +234,7 @@ def rollout_options(inputs: Path, folder: Path, kind: str) -> list[str]:
     """Of an actor of `kind`: the policy and the prompts of `inputs`, 4 prompts to a rollout."""
     prompts = f"[{inputs}/prompts.jsonl]"
     return [
-        "trainer.accelerator=cpu",
-        "trainer.precision=32",
+        *CPU,
         f"pretrained_checkpoint.restore_from_path={inputs}/policy.nemo",
         f"exp_manager.explicit_log_dir={folder}/actor",
         "model.encoder_seq_length=48",

@@ -12,6 +12,7 @@ from nemo_aligner.data.nlp.topk_logits import from_record
 from nemo_aligner.servers.ports import find_free_port
 from tests.data_sets import read
 from tests.functional.jobs import (
+    CPU,
     ScriptJob,
     must_fail_with,
     must_succeed,
@@ -77,8 +78,7 @@ def compute(data, teacher, out, *overrides, name="train", **kwargs) -> ScriptJob
         COMPUTE,
         out.with_suffix(".log"),
         [
-            "trainer.accelerator=cpu",
-            "trainer.precision=32",
+            *CPU,
             f"pretrained_checkpoint.restore_from_path={teacher}",
             f"data.data.file_path={data}/sft_{name}.jsonl",
             f"output_path={out}",
@@ -163,8 +163,7 @@ def served(teacher, log, port, *overrides, **kwargs) -> ScriptJob:
         "serve_teacher.py",
         log,
         [
-            "trainer.accelerator=cpu",
-            "trainer.precision=32",
+            *CPU,
             f"pretrained_checkpoint.restore_from_path={teacher}",
             f"inference.port={port}",
             "inference.top_k=300",

@@ -16,6 +16,7 @@ from nemo_aligner.servers.ports import find_free_port
 from tests import killed_runs
 from tests.certificates import make_certificate
 from tests.functional.jobs import (
+    CPU,
     ScriptJob,
     assert_ended_well,
     assert_same_metrics,
@@ -42,8 +43,7 @@ def critic(inputs, folder, port, *extra, ranks=1, launcher="python", script="ser
         script,
         folder / "critic.log",
         [
-            "trainer.accelerator=cpu",
-            "trainer.precision=32",
+            *CPU,
             "trainer.ppo.host=127.0.0.1",
             f"trainer.ppo.port={port}",
             "trainer.ppo.max_steps=100",

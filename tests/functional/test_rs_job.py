@@ -88,9 +88,8 @@ def single(inputs, server_port):
 
 def test_a_run_trains_saves_and_counts_prompts(single):
     metrics = single / "actor"
-    assert (
-        len(read_metrics(metrics, "train_optim/loss")) == 6
-    )  # 4 prompts x 2 selected samples in global batches of 4
+    # 4 prompts x 2 selected samples in global batches of 4
+    assert len(read_metrics(metrics, "train_optim/loss")) == 6
     assert read_metrics(metrics, "train_rollouts/consumed_samples") == [4, 8, 12]
     assert read_metrics(metrics, "train_rollouts/rollout_size") == [12, 12, 12]
     means, kept = (
