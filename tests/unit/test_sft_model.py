@@ -7,9 +7,9 @@ import json
 import pytest
 import torch
 
-from nemo_aligner.data.nlp.builders import build_sft_dataset
 from nemo_aligner.models.nlp.gpt.gpt_sft_model import GPTSFTModel
-from tests.tiny_models import tiny_config
+from tests.data_sets import sft
+from tests.tiny_models import assert_gradients_of, tiny_config
 
 LINES = [("the film", "was a joy"), ("a dull", "plot")]
 LINES += [("I loved the music", "and the story is warm"), ("x", "y")]
@@ -19,9 +19,7 @@ LINES += [("I loved the music", "and the story is warm"), ("x", "y")]
 def dataset(tmp_path_factory, tiny_tokenizer):
     path = tmp_path_factory.mktemp("sft") / "data.jsonl"
     path.write_text("".join(json.dumps({"input": i, "output": o}) + "\n" for i, o in LINES))
-    return build_sft_dataset(
-        {"file_path": str(path), "max_seq_length": 48}, tiny_tokenizer, is_chat=False
-    )
+    return sft(str(path), tiny_tokenizer, {"max_seq_length": 48})
 
 
 @pytest.mark.parametrize("architecture", ["gpt2", "llama"])
@@ -51,10 +49,7 @@ def test_loss_and_gradient_equal_a_loop_over_response_tokens(
     loss, metrics = model.get_loss_and_metrics(batch, forward_only=False)
     assert loss == metrics["loss"] == pytest.approx(expected.item(), rel=1e-5)
     assert metrics["weights"] == len(terms)
-    for (name, parameter), ours in zip(
-        plain.named_parameters(), model.unwrapped()[0].parameters(), strict=True
-    ):
-        torch.testing.assert_close(ours.main_grad, parameter.grad, rtol=1e-4, atol=1e-6, msg=name)
+    assert_gradients_of(plain, model)
     model.prepare_for_validation_step()
     assert model.get_loss_and_metrics(batch, forward_only=True)[0] == pytest.approx(loss, rel=1e-6)
     model.finish_validation_step()
