@@ -302,11 +302,6 @@ def with_head(kind: str, name: str, labels: int = 1) -> torch.nn.Module:
     return randomized(lambda: auto.from_config(config, attn_implementation="eager"))
 
 
-def build(name: str) -> torch.nn.Module:
-    """The model `name` in evaluation mode."""
-    return randomized(MODELS[name].build)
-
-
 def randomized(build: Callable[[], torch.nn.Module]) -> torch.nn.Module:
     """A model in evaluation mode whose norms and biases are random too, so that a wrong form of
     them shows.

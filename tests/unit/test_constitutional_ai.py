@@ -14,15 +14,7 @@ from pathlib import Path
 import chat_models
 import constitutional
 import pytest
-from chat_models import (
-    ModelParser,
-    Sampling,
-    ServedChatModel,
-    Turn,
-    open_model,
-    read_api_key,
-    text_form,
-)
+from chat_models import Sampling, ServedChatModel, Turn, read_api_key, text_form
 from constitutional import Generator, Progress, read_judgement, stream_seed
 from nemo.collections.common.tokenizers.bytelevel_tokenizers import ByteLevelTokenizer
 from omegaconf import OmegaConf
@@ -431,12 +423,12 @@ def policy_file(tiny_tokenizer_dir, tmp_path_factory):
 def engine(policy_file, *options):
     """The engine with the options of a command line, in this process."""
     own = {"top_k": 0, "repetition_penalty": 1.0, "end_strings": None}
-    parser = ModelParser("", greedy="False", top_p=1.0, **own)
+    parser = chat_models.ModelParser("", greedy="False", top_p=1.0, **own)
     parser.set_defaults(seed=3, batch_size=2)
     formats = ["--user_format=Q: {MESSAGE} A:", "--assistant_format={MESSAGE} "]
     cpu = ["trainer.accelerator=cpu", "trainer.precision=32"]
     args = parser.read(["--tokens_to_generate=8", *formats, *options, *cpu])
-    return open_model(args, str(policy_file), text_form(args), None).model
+    return chat_models.open_model(args, str(policy_file), text_form(args), None).model
 
 
 def test_the_engine_responds_whatever_shares_its_batch(policy_file, tmp_path):

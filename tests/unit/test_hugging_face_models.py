@@ -10,9 +10,9 @@ from nemo_aligner.config.schema import ARCHITECTURE_KEYS
 from nemo_aligner.generation import GenerationParams, MegatronGenerator
 from nemo_aligner.launch.model_loading import load_and_override_model_config, load_from_nemo
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
-from nemo_aligner.training.megatron_steps import forward_collect
 from tests import hugging_face
 from tests.cases import some_of
+from tests.peft_folders import load, outputs_of
 from tests.tiny_models import tiny_config
 
 pytestmark = pytest.mark.slow
@@ -20,20 +20,13 @@ pytestmark = pytest.mark.slow
 TOKENS = torch.randint(0, 300, (2, 1200), generator=torch.Generator().manual_seed(1))
 
 
-def logits_of(model, tokens):
-    return forward_collect(
-        model.model, {"tokens": tokens}, micro_batch_size=2, output_fn=lambda output, _: output
-    )
-
-
 @pytest.fixture
 def build(tiny_tokenizer_dir, write_folder):
     """`build(name)`: the model `name` with Hugging Face's weights, and Hugging Face's."""
 
     def build(name):
-        hf = hugging_face.build(name)
-        job = OmegaConf.create({"micro_batch_size": 2, "precision": 32})
-        source = load_from_nemo(MegatronGPTModel, job, None, restore_path=write_folder(hf))
+        hf = hugging_face.randomized(hugging_face.FOLDERS[name])
+        source = load(write_folder(hf))
         model = MegatronGPTModel(tiny_config(tiny_tokenizer_dir, **hugging_face.MODELS[name].keys))
         assert model.padded_vocab_size == hugging_face.VOCAB
         model.unwrapped()[0].load_state_dict(source.unwrapped()[0].state_dict())
@@ -49,8 +42,8 @@ def test_logits_equal_hugging_face_at_long_positions(build, name):
     for width in (150, 1200):
         with torch.no_grad():
             expected = hf(TOKENS[:, :width]).logits
-        logits = logits_of(model, TOKENS[:, :width])
-        torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
+        found = outputs_of(model, TOKENS[:, :width])
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
 @some_of("name", hugging_face.MODELS, keep=hugging_face.FEW)
@@ -87,4 +80,5 @@ def test_a_nemo_file_says_what_the_model_is(build, tmp_path, name):
     options = {"modify_config_fn": lambda _file, cfg: cfg, "restore_path": path}
     restored = load_from_nemo(MegatronGPTModel, cfg, None, **options)
     restored.set_eval()
-    assert torch.equal(logits_of(restored, TOKENS[:, :300]), logits_of(model, TOKENS[:, :300]))
+    tokens = TOKENS[:, :300]
+    assert torch.equal(outputs_of(restored, tokens), outputs_of(model, tokens))

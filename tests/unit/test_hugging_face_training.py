@@ -6,16 +6,14 @@ trained model written as a folder (`model.save_hf`).
 
 import pytest
 import torch
-import transformers
-from omegaconf import OmegaConf
 
 from nemo_aligner.checkpoint.checkpointing import CheckpointCallback
 from nemo_aligner.core.errors import ConfigError, UserError
-from nemo_aligner.launch.model_loading import load_from_nemo
 from nemo_aligner.models.nlp.gpt.gpt_sft_model import GPTSFTModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRewardModel
 from tests import hugging_face
 from tests.cases import some_of
+from tests.peft_folders import load, load_base
 from tests.sft_steps import OPTIM, batches, train, train_in_transformers
 from tests.tiny_models import tiny_config
 
@@ -39,19 +37,14 @@ def test_sft_steps_equal_those_of_transformers(write_folder, tmp_path, name):
         settings |= {"residual_multiplier": 0.5, "logits_scaling": 2.0}
         settings["attention_multiplier"] = 0.2
     hf = hugging_face.randomized(hugging_face.causal_lm(name, **settings))
-    job = OmegaConf.create(
-        {"micro_batch_size": 2, "precision": 32, "optim": OPTIM | {"weight_decay": 0.0}}
-    )
-    model = load_from_nemo(GPTSFTModel, job, None, restore_path=write_folder(hf))
+    model = load(write_folder(hf), GPTSFTModel, optim=OPTIM | {"weight_decay": 0.0})
     optimizer, scheduler = model.setup_megatron_optimization(max_steps=STEPS)
     callback = CheckpointCallback(tmp_path, model, optimizer, scheduler, name="sft", save_hf=True)
     losses = train(model, optimizer, scheduler, STEPS)
     assert losses == pytest.approx(train_in_transformers(hf, STEPS, 0.0), abs=1e-4)
 
     callback.custom_save({"step": STEPS}, is_train_end=True)
-    written = transformers.AutoModelForCausalLM.from_pretrained(
-        callback.root / "sft-hf", attn_implementation="eager"
-    )
+    written = load_base(callback.root / "sft-hf")
     assert type(written) is type(hf)
     tokens = next(batches(1))["tokens"]
     with torch.no_grad():
@@ -59,9 +52,8 @@ def test_sft_steps_equal_those_of_transformers(write_folder, tmp_path, name):
 
 
 def _callback(model, tmp_path, **options):
-    return CheckpointCallback(
-        tmp_path, model, *model.setup_megatron_optimization(max_steps=1), name="x", **options
-    )
+    parts = model, *model.setup_megatron_optimization(max_steps=1)
+    return CheckpointCallback(tmp_path, *parts, name="x", **options)
 
 
 def test_every_checkpoint_replaces_the_folder(tiny_tokenizer_dir, tmp_path):
@@ -72,8 +64,7 @@ def test_every_checkpoint_replaces_the_folder(tiny_tokenizer_dir, tmp_path):
         head.weight.data.fill_(step)
         head.bias.data.fill_(0.25)  # has no place; a job warns and goes on
         callback.custom_save({"step": step})
-        load = transformers.AutoModelForSequenceClassification.from_pretrained
-        hf = load(callback.root / "x-hf")
+        hf = load_base(callback.root / "x-hf", "SequenceClassification")
         assert (hf.score.weight == step).all()
     assert not [path for path in callback.root.iterdir() if path.name.endswith(".writing")]
 

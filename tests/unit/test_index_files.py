@@ -8,6 +8,8 @@ import json
 import os
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 import pytest
@@ -136,28 +138,26 @@ def test_datasets_know_what_their_check_depends_on(
     examples = tmp_path / "s.jsonl"
     lines = [json.dumps({"input": "é" * n, "output": "x"}) for n in (3, 9)]
     examples.write_text("\n".join(lines))
-
-    def sft_of(tokenizer=tiny_tokenizer, **options):
-        return sft(str(examples), tokenizer, {"max_seq_length": 16, **options})
-
-    eod = {"append_eod": True}
+    own = tiny_tokenizer
     with_bos = AutoTokenizer(pretrained_model_name=bos_tokenizer_dir)
-    makers = [lambda: RLHFDataset([path], tiny_tokenizer, 20)]
-    makers += [lambda: RLHFDataset([path], tiny_tokenizer, 19)]
-    makers += [lambda: RLHFDataset([path], tiny_tokenizer, 20, eod)]
-    makers += [lambda: RLHFDataset([path], other, 20)]
-    makers += [lambda: RLHFDataset([path], tiny_tokenizer, 20, {"columns": {"text": "{text}!"}})]
-    makers += [lambda: RewardModelDataset([path], tiny_tokenizer, 20)]
-    makers += [lambda: RewardModelDataset([path], tiny_tokenizer, 6)]
-    makers += [lambda: RegressionRewardModelDataset([labelled], tiny_tokenizer, 20, 1)]
-    makers += [lambda: RegressionRewardModelDataset([labelled], tiny_tokenizer, 20, 1, -5.0)]
-    makers += [lambda: LabelledPairDataset([labelled], tiny_tokenizer, 20), lambda: sft_of()]
-    makers += [lambda: sft_of(add_bos=False, add_eos=False)]
-    makers += [lambda: RLHFDataset([path], with_bos, 20)]
-    makers += [lambda: RLHFDataset([path], with_bos, 20, {"add_bos": False})]
-    makers += [lambda: sft_of(packed_sequence=True), lambda: sft_of(max_seq_length=8)]
-    makers += [lambda: sft_of(truncation_field="", max_seq_length=8), lambda: sft_of(other)]
-    makers += [lambda: sft_of(prompt_template="{input}:{output}")]
+
+    def prompts(tokenizer=own, length=20, **data):
+        return partial(RLHFDataset, [path], tokenizer, length, data)
+
+    def sft_of(tokenizer=own, **options):
+        return partial(sft, str(examples), tokenizer, {"max_seq_length": 16, **options})
+
+    makers = [prompts(), prompts(length=19), prompts(append_eod=True), prompts(other)]
+    makers += [prompts(columns={"text": "{text}!"}), prompts(with_bos)]
+    makers += [prompts(with_bos, add_bos=False)]
+    makers += [partial(RewardModelDataset, [path], own, length) for length in (20, 6)]
+    makers += [partial(LabelledPairDataset, [labelled], own, 20)]
+    for missing in ((), (-5.0,)):
+        makers += [partial(RegressionRewardModelDataset, [labelled], own, 20, 1, *missing)]
+    makers += [sft_of(), sft_of(other), sft_of(add_bos=False, add_eos=False)]
+    makers += [sft_of(packed_sequence=True), sft_of(max_seq_length=8)]
+    makers += [sft_of(truncation_field="", max_seq_length=8)]
+    makers += [sft_of(prompt_template="{input}:{output}")]
     reads = count_reads(monkeypatch)
     for number, make in enumerate(makers):
         first = make()
@@ -208,27 +208,19 @@ def test_a_damaged_index_is_made_again(tmp_path, monkeypatch):
 
 def test_many_that_start_at_once_make_one_index(tmp_path):
     path = write(tmp_path / "a.jsonl", ["aa", "b"])
-    made, results, errors = [], [], []
+    made = []
 
     def make():
         made.append(threading.get_ident())
         time.sleep(0.3)
         return np.arange(3)
 
-    def start():
-        try:
-            kind = np.dtype(np.int64)
-            results.append(index_files.keep_array(path, None, "a.npy", kind, make))
-        except BaseException as error:
-            errors.append(error)
+    def start(_number):
+        return index_files.keep_array(path, None, "a.npy", np.dtype(np.int64), make).tolist()
 
-    threads = [threading.Thread(target=start) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors and len(made) == 1
-    assert [array.tolist() for array in results] == [[0, 1, 2]] * 8
+    with ThreadPoolExecutor(8) as starts:
+        assert list(starts.map(start, range(8))) == [[0, 1, 2]] * 8
+    assert len(made) == 1
 
 
 def test_a_reader_never_sees_half_a_file(tmp_path):

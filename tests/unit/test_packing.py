@@ -1,7 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
 """Packed SFT sequences: the packs, their batches, and loss and gradient against the examples one
-by one.
+by one; and how the losses of examples, packed or not, become one.
 """
 
 import itertools
@@ -165,3 +165,31 @@ def test_rows_of_the_samples_of_a_pack():
     positions = torch.tensor([[0, 1, 0, 1, 2], [0, 0, 1, 2, 0]])
     rows = [[1, 0, 0, 0, 0], [0, 0, 1, 1, 1], [0] * 5, [0] * 5, [0, 1, 1, 0, 0], [0, 0, 0, 0, 1]]
     assert one_row_per_sample(mask, positions).tolist() == rows
+
+
+@pytest.mark.parametrize("reduction", ["token", "sequence", "microbatch"])
+def test_loss_reductions_and_their_weights(tiny_tokenizer_dir, build, reduction):
+    """Against the loss of each sample alone. Validation weights batches by `weights`, so the mean
+    of two batches must be that of both together.
+    """
+    cfg = tiny_config(tiny_tokenizer_dir, micro_batch_size=1, loss_reduction=reduction)
+    model, dataset = GPTSFTModel(cfg), build()
+    model.prepare_for_validation_step()
+    samples = [dataset[0], dataset[3], dataset[1], dataset[-1]]  # the last one is empty
+    batches = [dataset.collate_fn([sample]) for sample in samples]
+    alone = [model.get_loss_and_metrics(batch, forward_only=True)[0] for batch in batches]
+    lengths = [int(dataset.collate_fn([sample])["loss_mask"].ne(0).sum()) for sample in samples]
+    assert lengths[3] == 0 and len(set(lengths)) == 4 and alone[3] == 0
+    sums, counts = {
+        "token": ([mean * length for mean, length in zip(alone, lengths, strict=True)], lengths),
+        "sequence": (alone, [1, 1, 1, 0]),
+        "microbatch": (alone, [1, 1, 1, 1]),
+    }[reduction]
+    for taken in ([0, 1], [2, 3], [0, 1, 2, 3]):
+        loss, metrics = model.get_loss_and_metrics(
+            dataset.collate_fn([samples[i] for i in taken]), forward_only=True
+        )
+        count = sum(counts[i] for i in taken)
+        assert metrics["weights"] == count
+        assert loss == pytest.approx(sum(sums[i] for i in taken) / count, rel=1e-5)
+    model.finish_validation_step()
