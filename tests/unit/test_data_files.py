@@ -27,6 +27,7 @@ from tests.data_sets import (
     build_pairs,
     build_prompts,
     prompts_of,
+    records,
     sample_of,
     sft,
 )
@@ -114,11 +115,6 @@ KINDS = {
     "saved-splits": write_saved_splits,
     "pattern": write_pattern,
 }
-
-
-def records(path, inspect=lambda record: len(record["text"]), fields=("text",), **options):
-    data_cfg = {name: options.pop(name, None) for name in ("columns", "index_mapping_dir")}
-    return Records([path], list(fields), inspect, data_cfg=data_cfg, **options)
 
 
 # --- kinds of files ---

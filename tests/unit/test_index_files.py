@@ -18,7 +18,8 @@ from nemo.collections.common.tokenizers.bytelevel_tokenizers import ByteLevelTok
 from omegaconf import OmegaConf
 
 from nemo_aligner.core.errors import UserError
-from nemo_aligner.data.nlp import index_files, records
+from nemo_aligner.data.nlp import index_files
+from nemo_aligner.data.nlp import records as module
 from nemo_aligner.data.nlp.datasets import (
     LabelledPairDataset,
     RegressionRewardModelDataset,
@@ -26,9 +27,8 @@ from nemo_aligner.data.nlp.datasets import (
 )
 from nemo_aligner.data.nlp.index_files import file_fingerprint, tokenizer_fingerprint
 from nemo_aligner.data.nlp.prompts import RLHFDataset
-from nemo_aligner.data.nlp.records import Records
 from nemo_aligner.models.nlp.gpt.tokenizers import build_tokenizer
-from tests.data_sets import sft
+from tests.data_sets import records, sft
 
 pytestmark = pytest.mark.usefixtures("no_small_files")
 
@@ -40,20 +40,14 @@ def write(path, texts, **more):
 
 def count_reads(monkeypatch):
     """How many times a whole source has been checked so far."""
-    reads, read = [], records._read
+    reads, read = [], module._read
 
     def counted(source, *others):
         reads.append(source.path)
         return read(source, *others)
 
-    monkeypatch.setattr(records, "_read", counted)
+    monkeypatch.setattr(module, "_read", counted)
     return reads
-
-
-def of(path, **options):
-    data_cfg = {name: options.pop(name, None) for name in ("columns", "index_mapping_dir")}
-    length = lambda record: len(record["text"])
-    return Records([path], ["text"], length, data_cfg=data_cfg, **options)
 
 
 # --- never out of date ---
@@ -62,16 +56,16 @@ def of(path, **options):
 def test_a_changed_file_is_read_again(tmp_path, monkeypatch):
     reads = count_reads(monkeypatch)
     path = write(tmp_path / "a.jsonl", ["aa", "b"])
-    assert of(path, settings=lambda: "s").notes.tolist() == [2, 1]
+    assert records(path, settings=lambda: "s").notes.tolist() == [2, 1]
     stat = path.stat()
     write(path, ["c", "dd"])  # of the same size
     os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     again = path.stat()
     assert (again.st_size, again.st_mtime_ns) == (stat.st_size, stat.st_mtime_ns)
-    found = of(path, settings=lambda: "s")
+    found = records(path, settings=lambda: "s")
     assert found.notes.tolist() == [1, 2] and found[1]["text"] == "dd"
     assert len(reads) == 2
-    assert of(path, settings=lambda: "s").notes.tolist() == [1, 2] and len(reads) == 2
+    assert records(path, settings=lambda: "s").notes.tolist() == [1, 2] and len(reads) == 2
 
 
 def test_samples_of_a_large_file_tell_its_changes_apart(tmp_path, monkeypatch):
@@ -174,7 +168,7 @@ def test_an_error_is_found_at_every_start(tmp_path):
     path = write(tmp_path / "a.jsonl", ["a", " "])
     for _ in range(2):
         with pytest.raises(UserError, match="line 2: field 'text' is empty"):
-            of(path, settings=lambda: "s")
+            records(path, settings=lambda: "s")
 
 
 def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path):
@@ -186,8 +180,8 @@ def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path):
         return 0
 
     with pytest.raises(UserError, match="a.jsonl has changed while it was read"):
-        Records([path], ["text"], inspect, settings=lambda: "s")
-    assert of(path, settings=lambda: "s").notes.tolist() == [1, 1]
+        records(path, inspect, settings=lambda: "s")
+    assert records(path, settings=lambda: "s").notes.tolist() == [1, 1]
 
 
 # --- never half written, made once ---
@@ -196,12 +190,12 @@ def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path):
 def test_a_damaged_index_is_made_again(tmp_path, monkeypatch):
     reads = count_reads(monkeypatch)
     path = write(tmp_path / "a.jsonl", ["aa", "b"])
-    of(path, settings=lambda: "s")
+    records(path, settings=lambda: "s")
     (index,) = (tmp_path / index_files.FOLDER).glob("*.npy")
     whole = index.read_bytes()
     for damaged in (b"", whole[:50], whole[:-8], b"x" * 200):
         index.write_bytes(damaged)
-        found = of(path, settings=lambda: "s")
+        found = records(path, settings=lambda: "s")
         assert found.notes.tolist() == [2, 1] and found[1]["text"] == "b"
     assert len(reads) == 5
 

@@ -83,7 +83,8 @@ def test_labels_are_texts_and_numbers():
     assert read == {"humor": 0.0, "quality": 3.5}
     assert labels.rounded_label([4.6, -0.2], names) == "quality:4,humor:0"
     assert labels.rounded_label([1.49, 2.51], names) == "quality:1,humor:3"
-    wrong = dict.fromkeys(["quality", "quality:high", "quality:nan", ""], "is not one of attribut")
+    how = "is not one of attributes: write name:number"
+    wrong = dict.fromkeys(("quality", "quality:high", "quality:nan", ""), how)
     wrong |= {"wit:3": "has the attribute 'wit', which is none of quality, humor"}
     for text, message in wrong.items():
         with pytest.raises(UserError, match=message):
