@@ -18,6 +18,7 @@ from nemo_aligner.__main__ import TOOLS, job_modules, load_job
 from nemo_aligner.config.checks import unknown_keys
 from nemo_aligner.config.inert_keys import INERT
 from nemo_aligner.config.schema import FREE, LIVE
+from nemo_aligner.config.values import plain_dict
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.utils import DOORS
 from tests.cases import in_one_test
@@ -183,24 +184,14 @@ def refusal(words):
 
 def settings(words):
     """`key=value` words as a nested dict."""
-    found = {}
-    for word in words:
-        key, is_setting, value = word.lstrip("+~").partition("=")
-        if is_setting and not key.startswith("-"):
-            OmegaConf.update(tree := OmegaConf.create(found), key, yaml.safe_load(value))
-            found = OmegaConf.to_container(tree)
-    return found
+    found = [word.lstrip("+~") for word in words if "=" in word and not word.startswith("-")]
+    return plain_dict(OmegaConf.from_dotlist(found))
 
 
-@in_one_test(
-    "command",
-    [
-        "train pppo",
-        "train ppo trainer.ppo.reward_fun=a.py:b",
-        "plan MODEL",
-        "config gpt_ppo_actor",
-    ],
-)
+WRONG = "train pppo", "train ppo trainer.ppo.reward_fun=a:b", "plan MODEL", "config gpt_ppo_actor"
+
+
+@in_one_test("command", WRONG)
 def test_commands_that_nothing_accepts_are_found(command):
     assert refusal(command.split())
 
