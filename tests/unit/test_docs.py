@@ -337,7 +337,7 @@ def test_every_walkthrough_has_three_seeds():
 
 def test_the_site_has_every_page_and_every_room():
     config = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
-    listed = {page for section in config["nav"] for page in _leaves(section)}
+    listed = _leaves(config["nav"])
     assert {page.name for page in (ROOT / "docs").glob("*.md")} <= listed
     rooms = ROOMS - {"utils", "metrics", "report", "conf", "__pycache__"}
     assert {f"api/{room}.md" for room in rooms} == {p for p in listed if p.startswith("api/")}
@@ -345,11 +345,8 @@ def test_the_site_has_every_page_and_every_room():
 
 def _leaves(node):
     if isinstance(node, str):
-        yield node
-    for child in (
-        node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
-    ):
-        yield from _leaves(child)
+        return {node}
+    return set().union(*map(_leaves, node.values() if isinstance(node, dict) else node))
 
 
 def test_the_workflow_runs_what_ci_runs():
