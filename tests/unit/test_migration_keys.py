@@ -4,7 +4,6 @@
 and has none, each refused value is refused with its remedy, each old form gives its note.
 """
 
-import json
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -30,12 +29,14 @@ from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 from nemo_aligner.models.nlp.gpt.tokenizers import LIBRARIES, build_tokenizer
 from tests import ppo_fakes
 from tests.cases import some_of
+from tests.data_sets import build_pairs, sft
 from tests.tiny_models import tiny_config
 from tests.unit import test_optim_recipes
 from tests.unit.test_config_checks import check, check_at_start, load, with_value
 
 ROOT = Path(__file__).parents[2]
 ODD = "odd"  # what nobody who reads a key could use
+SPLITS = "train", "validation", "test"
 
 
 def with_keys(name, tmp_path, keys):
@@ -137,44 +138,21 @@ def test_keys_of_the_optimizer_have_no_effect(tiny_tokenizer_dir):
     assert len(set(rates)) > 3
 
 
-@pytest.fixture
-def files(tmp_path):
-    pairs = tmp_path / "pairs.jsonl"
-    pairs.write_text("".join(json.dumps({"text": f"the film {i}"}) + "\n" for i in range(8)))
-    examples = tmp_path / "examples.jsonl"
-    lines = [json.dumps({"input": f"the film {i}", "output": "was bad"}) for i in range(8)]
-    examples.write_text("\n".join(lines) + "\n")
-    return str(pairs), str(examples)
-
-
-def batches(cfg, dataset, random):
-    loader = builders.build_dataloader(
-        cfg, dataset, 0, mbs=1, gbs=2, use_random_sampler=random, collate_fn=None
-    )
-    return [str(batch) for batch in loader]
-
-
-def test_keys_of_the_data_have_no_effect(files, tiny_tokenizer):
-    pairs, examples = files
+def test_keys_of_the_data_have_no_effect(write, tiny_tokenizer):
+    texts = [f"the film {n}" for n in range(8)]
+    path = write(*({"text": text, "input": text, "output": "was bad"} for text in texts))
 
     def shuffled(more):
-        data = {"data_impl": "jsonl", "num_workers": 0, **more}
-        cfg = OmegaConf.create({"model": {"data": data, "seed": 1}})
-        datasets = builders.build_train_valid_test_rm_datasets(
-            cfg=cfg.model,
-            data_prefix={"train": [pairs], "validation": [pairs], "test": [pairs]},
-            data_impl="jsonl",
-            splits_string=None,
-            train_valid_test_num_samples=[-1, -1, -1],
-            seq_length=24,
-            seed=1,
-            tokenizer=tiny_tokenizer,
-        )
-        return [batches(cfg, dataset, True) for dataset in datasets]
+        cfg = OmegaConf.create({"model": {"data": {"num_workers": 0, **more}, "seed": 1}})
+        sizes = {"mbs": 1, "gbs": 2, "use_random_sampler": True, "collate_fn": None}
+        datasets = build_pairs({split: [path] for split in SPLITS}, tiny_tokenizer, **more)
+        return [
+            [str(batch) for batch in builders.build_dataloader(cfg, dataset, 0, **sizes)]
+            for dataset in datasets
+        ]
 
     def encoded(more):
-        section = OmegaConf.create({"file_path": examples, "max_seq_length": 24, **more})
-        dataset = builders.build_sft_dataset(section, tiny_tokenizer, is_chat=False)
+        dataset = sft(path, tiny_tokenizer, more)
         return [str(dataset[i]) for i in range(len(dataset))]
 
     assert len(unchanged(shuffled, "model.data", "training_rm")[0]) == 2
