@@ -30,6 +30,7 @@ HEAVY = {"torch", "nemo", "hydra"}
 @pytest.mark.parametrize(
     ("words", "heavy"),
     [([], HEAVY | {"omegaconf"}), (["generate"], HEAVY), (["evaluate"], HEAVY)],
+    ids=["itself", "generate", "evaluate"],
 )
 def test_help_imports_nothing_heavy(words, heavy):
     code = "import sys; from nemo_aligner.__main__ import main\n"
