@@ -7,7 +7,6 @@ import, what a script made of its steps does and does not, what takes the place 
 import importlib
 import inspect
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +17,7 @@ from omegaconf import OmegaConf
 
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.core.retired import RETIRED
+from nemo_aligner.data.nlp.datasets import RewardModelDataset, RLHFDataset
 from nemo_aligner.models.alignable_interface import (
     AlignableGenerativeInterface,
     PolicyWithReference,
@@ -29,16 +29,26 @@ from nemo_aligner.models.nlp.gpt.megatron_gpt_model import (
 )
 from nemo_aligner.servers.critic_client import RemoteGPTRMCriticClient, SaveFuture
 from nemo_aligner.utils import train_script_utils as steps
-from tests.cases import says
+from tests.cases import rows, says
 from tests.unit.test_migration_page import generator
 
 ROOT = Path(__file__).parents[2]
 GONE = "nemo.collections.nlp"
 
 
-TEXT = Path(__file__).with_name("nemo_aligner_scripts.txt").read_text()
-PARTS = (part.splitlines() for part in re.split("(?m)^== ", re.sub("(?m)^#.*\n", "", TEXT))[1:])
-IMPORTS = {script: imports for script, *imports in PARTS}
+def read_imports():
+    """{script: what it imports, as `module:name` or `module`}."""
+    found = {}
+    text = Path(__file__).with_name("nemo_aligner_scripts.txt").read_text()
+    for part in text.split("\n== ")[1:]:
+        script, _, lines = part.partition("\n")
+        table = rows(lines) if lines else []
+        imports = [(module, name) for module, names in table for name in names.split()]
+        found[script] = [f"{module}:{name}".removeprefix("import:") for module, name in imports]
+    return found
+
+
+IMPORTS = read_imports()
 PAGE = generator()
 OWN = [f"nlp/gpt/{name}" for name in PAGE.SCRIPTS]
 
@@ -170,13 +180,10 @@ def test_a_method_that_nothing_calls_cannot_be_overridden_or_called(name):
         method(*([None] * len(inspect.signature(method).parameters)))
 
 
-def test_calls_that_need_another_form(tiny_tokenizer, tmp_path):
-    from nemo_aligner.data.nlp.datasets import RewardModelDataset, RLHFDataset
-
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"text": "the film"}\n{"text": "the film"}\n')
+def test_calls_that_need_another_form(tiny_tokenizer, write):
+    path = write({"text": "the film"}, {"text": "the film"})
     for cls in (RLHFDataset, RewardModelDataset):
-        encoded = cls([str(path)], tiny_tokenizer, 24).encode("the film")
+        encoded = cls([path], tiny_tokenizer, 24).encode("the film")
         assert list(encoded) == list(tiny_tokenizer.text_to_ids("the film"))
     assert not hasattr(AlignableGenerativeInterface, "get_init_policy_logprobs")
     assert hasattr(PolicyWithReference, "get_init_policy_logprobs")
