@@ -4,6 +4,7 @@
 
 import json
 import sys
+from pathlib import Path
 
 import pytest
 from nemo.utils import logging
@@ -11,6 +12,8 @@ from nemo.utils import logging
 from nemo_aligner import compat
 from nemo_aligner.core.endings import ExitCode
 from nemo_aligner.data.nlp import index_files
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples" / "quickstart"))
 
 
 @pytest.fixture
