@@ -1,7 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
 """Mixtures of experts in one process: against a naive loop over tokens; the losses that balance
-experts; and combinations that are refused. test_hugging_face_training.py has Mixtral.
+experts; and combinations that are refused. test_hugging_face_models.py has Mixtral.
 """
 
 import pytest
