@@ -25,7 +25,7 @@ from tests.functional.jobs import (
     samples_of,
     wait_until_serving,
 )
-from tests.functional.test_ppo_job import without_critic
+from tests.functional.test_ppo_job import run_pair, without_critic
 from tests.json_server import JsonServer
 
 pytestmark = pytest.mark.timeout(400)  # four starts of a process, ten seconds each
@@ -212,6 +212,23 @@ def test_each_step_of_a_response_has_a_reward(source, tmp_path, inputs, answers)
         for sample in samples_of(runs["rloo"] / "actor"):
             letters = len(sample["response"].replace(" ", ""))
             assert sample["reward"] == pytest.approx(letters), sample
+
+
+@pytest.mark.full
+def test_a_function_rewards_beside_a_critic(tmp_path, inputs, answers):
+    """Of two tensor-parallel ranks as of one. (The golden numbers have it in the jobs of rejection
+    sampling and REINFORCE.)
+    """
+    own = [answers, *reward_fn(inputs, "by_answer"), "model.optim.sched.name=constant"]
+    apart, split = ["trainer.ppo.combine_rm_and_critic_server=False"], []
+    for name in ("one", "two"):
+        ranks = 1 + len(split)
+        run_pair(inputs, tmp_path / name, [*apart, *split], [*own, *split], ranks=ranks)
+        assert_right_rewards(tmp_path / name)
+        split = ["++model.tensor_model_parallel_size=2"]
+    names = "train_optim/loss", "train_optim/grad_norm"
+    one, two = (tmp_path / name / "actor" for name in ("one", "two"))
+    assert_same_metrics(two, one, names, rel=1e-4, abs=1e-6)
 
 
 OWN = """
