@@ -10,18 +10,18 @@ from nemo_aligner.algorithms.reinforce import ReinforceTrainer
 from nemo_aligner.algorithms.rs import RSTrainer
 from nemo_aligner.core.types import Scores
 from nemo_aligner.data.nlp.samplers import (
+    DefaultBatchIterator,
     MegatronPretrainingRandomSampler,
     MegatronPretrainingSampler,
 )
-from nemo_aligner.parallel import parallel_state
 from tests.ppo_fakes import (
     FakeFuture,
     FakePolicy,
     Prompts,
     among_fakes,
-    batch_iterator,
     builders,
     collate,
+    sampler_of,
     sum_over_ranks,
 )
 
@@ -77,15 +77,8 @@ class FakeRewardModel:
 def dataloader(global_batch_size, micro_batch_size, *, random=False, num_workers=0, dataset=None):
     """The project's own samplers, and a loader as the script builds it."""
     dataset = dataset or Prompts()
-    sampler = (MegatronPretrainingRandomSampler if random else MegatronPretrainingSampler)(
-        len(dataset),
-        0,
-        micro_batch_size,
-        parallel_state.get_data_parallel_rank(),
-        parallel_state.get_data_parallel_world_size(),
-        global_batch_size=global_batch_size,
-        seed=5,
-    )
+    cls = MegatronPretrainingRandomSampler if random else MegatronPretrainingSampler
+    sampler = sampler_of(cls, global_batch_size, micro_batch_size, total=len(dataset))
     own = {"num_workers": num_workers, "generator": torch.Generator(), "collate_fn": collate}
     return torch.utils.data.DataLoader(dataset, batch_sampler=sampler, **own)
 
@@ -120,6 +113,7 @@ def make_reinforce_trainer(
     """24 prompts, 8 per step, 3 responses to each, global batches of 4."""
     policy = FakeReinforcePolicy([])
     changes = {"num_rollouts_per_prompt": 3} | changes
-    parts = builders(rollout_size, micro_batch_size) | {"batch_iterator_cls": batch_iterator}
+    parts = builders(rollout_size, micro_batch_size)
+    parts |= {"batch_iterator_cls": DefaultBatchIterator}
     parts |= {"collate_fn": collate, "rm": FakeRewardModel(policy.events, score)}
     return among_fakes(ReinforceTrainer, policy, changes, time_limit, **parts)

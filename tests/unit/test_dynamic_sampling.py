@@ -13,8 +13,14 @@ from nemo_aligner.algorithms.dynamic_sampling import DrawnPrompts
 from nemo_aligner.algorithms.rollouts import PPORolloutBatch
 from nemo_aligner.core.types import Scores
 from nemo_aligner.data.nlp.samplers import MegatronPretrainingRandomSampler
-from nemo_aligner.parallel import parallel_state
-from tests.ppo_fakes import NUM_PROMPTS, FakeRewards, Prompts, fit_until_stopped, make_trainer
+from tests.ppo_fakes import (
+    NUM_PROMPTS,
+    FakeRewards,
+    Prompts,
+    fit_until_stopped,
+    make_trainer,
+    sampler_of,
+)
 
 
 class DullRewards(FakeRewards):
@@ -32,10 +38,8 @@ class DullRewards(FakeRewards):
 
 
 def random_loader(global_batch_size, consumed_samples):
-    rank = parallel_state.get_data_parallel_rank()
-    sizes = NUM_PROMPTS, consumed_samples, 2, rank, parallel_state.get_data_parallel_world_size()
-    own = {"global_batch_size": global_batch_size, "seed": 3}
-    sampler = MegatronPretrainingRandomSampler(*sizes, **own)
+    sizes = global_batch_size, 2, consumed_samples
+    sampler = sampler_of(MegatronPretrainingRandomSampler, *sizes)
     return SimpleNamespace(batch_sampler=sampler, dataset=Prompts())
 
 
