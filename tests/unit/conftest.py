@@ -2,8 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fixtures of unit tests."""
 
+import importlib
 import json
 import sys
+from pathlib import Path
 
 import pytest
 from nemo.utils import logging
@@ -23,6 +25,21 @@ def write(tmp_path):
         return str(path)
 
     return write
+
+
+@pytest.fixture(scope="module")
+def benchmark():
+    """`benchmark(name)`: a module of the folder `benchmarks`; the walk-throughs have a `run`
+    too.
+    """
+    others = sys.modules.pop("run", None)
+    folder = str(Path(__file__).parents[2] / "benchmarks")
+    sys.path.insert(0, folder)
+    yield importlib.import_module
+    sys.path.remove(folder)
+    sys.modules.pop("run", None)
+    if others is not None:
+        sys.modules["run"] = others
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from nemo_aligner.core.types import Scores
 from nemo_aligner.parallel.collectives import CPU_PIECE
 from nemo_aligner.parallel.collectives import checksum_of_shard as checksum
 from nemo_aligner.training.megatron_steps import naming_step
+from tests.ppo_fakes import FakeTokenizer
 
 NAN = float("nan")
 
@@ -106,11 +107,6 @@ def test_explained_variance_is_that_of_the_masked_slots():
 # ---------------------------------------------------------------------------------------- errors
 
 
-class Tokenizer:
-    def ids_to_text(self, ids):
-        return " ".join(map(str, ids))
-
-
 @pytest.mark.parametrize("bad", [NAN, math.inf, -math.inf])
 def test_a_reward_that_is_not_finite_is_named_by_its_prompt(bad):
     rollout = {"idx": torch.tensor([7, 11, 12]), "prompt_lengths": torch.tensor([2, 3, 90])}
@@ -119,13 +115,13 @@ def test_a_reward_that_is_not_finite_is_named_by_its_prompt(bad):
     with pytest.raises(NonFiniteError, match=said):
         with naming_step("PPO step 4"):
             scores = Scores(torch.tensor([1.0, bad, NAN]))
-            alarms.check_rewards(rollout, scores, Tokenizer())
+            alarms.check_rewards(rollout, scores, FakeTokenizer())
     good = torch.tensor([1.0, 2.0, 3.0])
-    alarms.check_rewards(rollout, Scores(good), Tokenizer())
+    alarms.check_rewards(rollout, Scores(good), FakeTokenizer())
     scores = Scores(good, parts={"terse": torch.tensor([1.0, 2.0, bad])})
     named = r"rewards_terse of sample 12 .*'200 201 [^']*\.\.\.'"
     with pytest.raises(NonFiniteError, match=named):
-        alarms.check_rewards(rollout, scores, Tokenizer())
+        alarms.check_rewards(rollout, scores, FakeTokenizer())
 
 
 # ------------------------------------------------------------------------------------- checksums

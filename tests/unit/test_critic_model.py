@@ -18,7 +18,7 @@ from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import (
     MegatronGPTRewardModel,
 )
 from nemo_aligner.training.optim import optimizer_step
-from tests.tiny_models import tiny_config
+from tests.tiny_models import assert_gradients_of, tiny_config
 
 pytestmark = pytest.mark.slow
 
@@ -38,8 +38,8 @@ def make_critic(tiny_tokenizer_dir, reward_model_file, **overrides):
     return load_from_nemo(MegatronGPTCriticModel, cfg, None, restore_path=reward_model_file)
 
 
-def train_batch(seed=1):
-    generator = torch.Generator().manual_seed(seed)
+def train_batch():
+    generator = torch.Generator().manual_seed(1)
     mask = torch.zeros(4, 7)
     mask[0, 2:7], mask[1, 1:2], mask[2, 3:5] = 1, 1, 1  # the last sample does not count
     returns = torch.randn(4, 7, generator=generator)
@@ -72,10 +72,8 @@ def test_a_value_is_the_reward_of_the_tokens_up_to_it(tiny_tokenizer_dir, reward
     critic = make_critic(tiny_tokenizer_dir, reward_model_file, forward_micro_batch_size=3)
     values = critic.infer((TOKENS, LENGTHS))
     assert values.shape == (4, 8)
-    cfg = tiny_config(tiny_tokenizer_dir)
-    reward_model = load_from_nemo(
-        MegatronGPTRewardModel, cfg, None, restore_path=reward_model_file
-    )
+    given = tiny_config(tiny_tokenizer_dir), None
+    reward_model = load_from_nemo(MegatronGPTRewardModel, *given, restore_path=reward_model_file)
     for t in range(8):
         rewards = reward_model.infer((TOKENS[:, : t + 1], torch.full((4,), t + 1)))
         expected = torch.where(t < LENGTHS, rewards[:, 0], 0.0)  # padding has no value
@@ -95,14 +93,11 @@ def test_swapping_changes_no_weight_and_no_step(tiny_tokenizer_dir, reward_model
     assert rewards.shape == (4,) and values.shape == (4, 8)
     torch.testing.assert_close(rewards, values[torch.arange(4), LENGTHS - 1], rtol=1e-5, atol=1e-6)
 
-    (optimizer, scheduler), (other_optimizer, other_scheduler) = (
-        c.setup_megatron_optimization(10) for c in critics
-    )
+    jobs = [(critic, *critic.setup_megatron_optimization(10)) for critic in critics]
     copies = set()
     for _ in range(3):
-        assert train_step(swapping, optimizer, scheduler) == train_step(
-            undisturbed, other_optimizer, other_scheduler
-        )
+        ours, theirs = (train_step(*job) for job in jobs)
+        assert ours == theirs
         trained = weights_of(undisturbed)
         assert_same_weights(swapping, trained)
         moves = []
@@ -140,14 +135,14 @@ def test_saving_while_the_reward_model_is_resident_saves_the_critic(
 
 @pytest.mark.parametrize("reduction", ["token", "sequence"])
 @pytest.mark.parametrize("micro_batch_size", [1, 4])
-def test_loss_and_gradient_equal_a_loop_over_tokens(
+def test_loss_gradient_and_metrics_equal_a_loop_over_tokens(
     tiny_tokenizer_dir, reward_model_file, reduction, micro_batch_size
 ):
     batch = train_batch()
     standard = {"enable": True, "mean": 0.1, "std": 2.0}
     overrides = dict(reward_standardization=standard, loss_reduction=reduction)
     plain = make_critic(tiny_tokenizer_dir, reward_model_file, **overrides).unwrapped()[0]
-    sample_means, losses = [], []
+    sample_means, losses, cut, gaps = [], [], [], []
     for i in range(3):
         sample = []
         values = (plain(TOKENS[i : i + 1], torch.arange(8)[None], None)[0] - 0.1) / 2.0
@@ -155,6 +150,8 @@ def test_loss_and_gradient_equal_a_loop_over_tokens(
             previous, ret = batch["prev_values"][i, t], batch["returns"][i, t]
             clipped = max(min(values[t], previous + 0.2), previous - 0.2)
             sample.append(max((values[t] - ret) ** 2, (clipped - ret) ** 2) / 2)
+            cut.append(float(abs(clipped - ret) > abs(values[t] - ret) + 1e-6))
+            gaps.append([float(ret), float(ret - values[t])])
         losses += sample
         sample_means.append(sum(sample) / len(sample))
     expected = sum(losses) / len(losses) if reduction == "token" else sum(sample_means) / 3
@@ -162,36 +159,18 @@ def test_loss_and_gradient_equal_a_loop_over_tokens(
 
     # Outside the mask a slot may hold anything.
     batch["returns"][3] = batch["prev_values"][0, 0] = float("nan")
-    critic = make_critic(
-        tiny_tokenizer_dir, reward_model_file, micro_batch_size=micro_batch_size, **overrides
-    )
+    overrides["micro_batch_size"] = micro_batch_size
+    critic = make_critic(tiny_tokenizer_dir, reward_model_file, **overrides)
     critic.setup_megatron_optimization(10)
     critic.prepare_for_training_step()
     loss, metrics = critic.get_loss_and_metrics(batch, forward_only=False)
     assert loss == metrics["loss"] == pytest.approx(expected.item(), rel=1e-5)
-    for (name, parameter), ours in zip(
-        plain.named_parameters(), critic.unwrapped()[0].parameters(), strict=True
-    ):
-        torch.testing.assert_close(ours.main_grad, parameter.grad, rtol=1e-4, atol=1e-6, msg=name)
-
-
-def test_metrics_of_the_values_in_training(tiny_tokenizer_dir, reward_model_file):
-    """Clip fraction and explained variance over the global batch, for any micro-batch size."""
-    batch = train_batch(seed=2)
-    keep = batch["mask"].bool()
-    for micro_batch_size in (1, 4):
-        sizes = {"micro_batch_size": micro_batch_size}
-        critic = make_critic(tiny_tokenizer_dir, reward_model_file, **sizes)
-        values = critic.infer((TOKENS, LENGTHS))[:, :-1][keep]
-        returns, prev = batch["returns"][keep], batch["prev_values"][keep]
-        held = prev + (values - prev).clamp(-0.2, 0.2)
-        cut = (held - returns).abs() > (values - returns).abs() + 1e-6
-        assert 0 < cut.sum() < len(cut)
-        _, metrics = critic.get_loss_and_metrics(batch, forward_only=True)
-        assert set(metrics) == {"loss", "value_clip_fraction", "explained_variance"}
-        assert metrics["value_clip_fraction"] == pytest.approx(cut.float().mean().item(), rel=1e-5)
-        expected = 1 - (returns - values).var(correction=0) / returns.var(correction=0)
-        assert metrics["explained_variance"] == pytest.approx(expected.item(), rel=1e-4)
+    share = metrics["value_clip_fraction"]
+    assert 0 < share < 1 and share == pytest.approx(sum(cut) / len(cut), rel=1e-5)
+    whole, unexplained = torch.tensor(gaps).var(0, correction=0).tolist()
+    assert metrics["explained_variance"] == pytest.approx(1 - unexplained / whole, rel=1e-4)
+    assert set(metrics) == {"loss", "value_clip_fraction", "explained_variance"}
+    assert_gradients_of(plain, critic)
 
 
 def test_a_critic_from_a_language_model_has_a_fresh_head_and_cannot_serve_rewards(
@@ -206,10 +185,8 @@ def test_a_critic_from_a_language_model_has_a_fresh_head_and_cannot_serve_reward
     loss, norm = train_step(critic, *critic.setup_megatron_optimization(10))
     assert loss > 0 and norm > 0
     # The seed of the configuration decides over the head, and only over the head.
-    heads = [
-        weights_of(make_critic(tiny_tokenizer_dir, tmp_path / "lm.nemo", seed=seed))
-        for seed in (7, 7, 8)
-    ]
+    fresh = lambda seed: make_critic(tiny_tokenizer_dir, tmp_path / "lm.nemo", seed=seed)
+    heads = [weights_of(fresh(seed)) for seed in (7, 7, 8)]
     for name in heads[0]:
         assert torch.equal(heads[0][name], heads[1][name])
         assert torch.equal(heads[0][name], heads[2][name]) != (name == "rm_head.weight"), name
@@ -232,9 +209,8 @@ def test_a_regression_reward_model_starts_a_critic_that_merges_its_attributes(
     yaml.model.encoder_seq_length = 48
 
     def critic(**overrides):
-        written = OmegaConf.merge(yaml, {"model": overrides}).model
-        model_cfg = load_and_override_model_config(tmp_path / "rm.nemo", written)
-        path = tmp_path / "rm.nemo"
+        path, written = tmp_path / "rm.nemo", OmegaConf.merge(yaml, {"model": overrides}).model
+        model_cfg = load_and_override_model_config(path, written)
         return load_from_nemo(MegatronGPTCriticModel, model_cfg, None, restore_path=path)
 
     merging = critic()
@@ -243,9 +219,8 @@ def test_a_regression_reward_model_starts_a_critic_that_merges_its_attributes(
     expected = reward_model.infer((TOKENS, LENGTHS)) @ torch.tensor(weights)
     torch.testing.assert_close(rewards, expected)
     reward_model.unwrapped()[0].rm_head.use_avg_pool = False
-    torch.testing.assert_close(  # before its first update
-        values[torch.arange(4), LENGTHS - 1],
-        reward_model.infer((TOKENS, LENGTHS)) @ torch.tensor(weights),
-    )
+    expected = reward_model.infer((TOKENS, LENGTHS)) @ torch.tensor(weights)
+    first = values[torch.arange(4), LENGTHS - 1]  # before its first update
+    torch.testing.assert_close(first, expected)
     with pytest.raises(ConfigError, match="gives 3 attributes.*merge_attributes=True"):
         critic(regression={"merge_attributes": False}).set_reward_model()
