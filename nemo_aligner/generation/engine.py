@@ -212,6 +212,10 @@ class MegatronGenerator:
     def _dividing_ranks(self) -> int:
         return math.prod(map(torch.distributed.get_world_size, self.split.dividing))
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return unwrap_model(self.model)[0].config.params_dtype
+
     def slots_within(self, memory: float) -> int:
         """Most samples, however long, with `memory` bytes on each rank for the cache. All ranks
         that generate together call it.
@@ -223,7 +227,7 @@ class MegatronGenerator:
         layers = largest(layers, split.copy)  # stages may have unequal numbers of them
         groups = config.num_query_groups // split.tensor.size()
         numbers = 2 * layers * groups * config.kv_channels * self.max_sequence_length
-        slots = max(1, int(memory // (numbers * config.params_dtype.itemsize)))
+        slots = max(1, int(memory // (numbers * self.dtype.itemsize)))
         sharing = 1 if split.joined is None else torch.distributed.get_world_size(split.joined)
         return max(1, slots * self._dividing_ranks() // sharing)
 

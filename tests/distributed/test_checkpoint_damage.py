@@ -70,7 +70,7 @@ def one_rank_has_no_space(
     class FullStream(stream):
         def write(self, data):
             if self.tell() + len(data) > 3000:
-                self.failed(full)
+                self.files.error = full
                 raise full
             return super().write(data)
 

@@ -21,7 +21,7 @@ from omegaconf import OmegaConf
 from nemo_aligner.config import checks
 from nemo_aligner.config.defaults import CONF, complete_config
 from nemo_aligner.config.rules import SECTIONS
-from nemo_aligner.launch import experiment, job_entry, processes
+from nemo_aligner.launch import job_entry, processes
 from tests.cases import some_of
 
 SCRIPTS = Path(__file__).parents[2] / "examples/nlp/gpt"
@@ -107,8 +107,7 @@ def run(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(job_entry, "check_config", check_config)
     # The files that the commands name are not there.
     monkeypatch.setattr(job_entry, "check_inputs", lambda _cfg, _name: None)
-    for module in (experiment, processes):
-        monkeypatch.setattr(module, "resolve_and_create_trainer", start)
+    monkeypatch.setattr(processes, "resolve_and_create_trainer", start)
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("RANK", raising=False)
 

@@ -66,11 +66,10 @@ command_line.hydra_runner(config_path={folder!r}, config_name="gpt_sft")(main)()
 
 
 @pytest.mark.parametrize(
-    "found", [{"cuda_devices": lambda: 2}, {"packages_in_use": lambda: ["transformer_engine"]}]
+    "name, found", [("cuda_devices", 2), ("environment.packages_in_use", ["transformer_engine"])]
 )
-def test_a_gpu_that_was_found_is_not_used_silently(monkeypatch, found):
-    for name, value in found.items():
-        monkeypatch.setattr(processes, name, value)
+def test_a_gpu_that_was_found_is_not_used_silently(monkeypatch, name, found):
+    monkeypatch.setattr(f"nemo_aligner.launch.processes.{name}", lambda: found)
     cfg = OmegaConf.create({"trainer": {"accelerator": "cpu", "devices": 1, "num_nodes": 1}})
     with pytest.raises(ConfigError, match="cpu, but .* had found .*empty.*CUDA_VISIBLE_DEVICES"):
         processes.resolve_and_create_trainer(cfg)
