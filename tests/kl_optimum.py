@@ -130,6 +130,14 @@ def rollout(problem: Problem, logits: Tensor, drawn: Tensor, group: int, values:
     }
 
 
+def policy_loss(logprobs: Tensor, data: dict, weights: Tensor, coef: float, kl: str) -> Tensor:
+    """The project's; with `coef` times the KL as `kl` estimates it."""
+    inputs = {"prev_logprobs": data["prev_logprobs"], "advantages": data["advantages"]}
+    inputs |= {"ref_logprobs": data["init_logprobs"], "weights": weights, "ratio_eps": 0.2}
+    own = {"kl_loss_coef": coef, "kl_loss_estimator": kl}
+    return ppo_actor_loss(logprobs=logprobs, **inputs, **own)[0]
+
+
 def train(
     problem: Problem,
     estimator: str,
@@ -168,18 +176,9 @@ def train(
             data, _ = make_ppo_data(scored, data_settings, penalty)
         for part in torch.arange(SAMPLES).chunk(UPDATES):
             batch = {key: tensor[part] for key, tensor in data.items()}
-            weights = loss_weights(batch["mask"])
-            loss, _ = ppo_actor_loss(
-                logprobs=problem.logprobs(logits)[drawn[part]],
-                prev_logprobs=batch["prev_logprobs"],
-                advantages=batch["advantages"],
-                weights=weights,
-                ratio_eps=0.2,
-                ref_logprobs=batch["init_logprobs"],
-                kl_loss_coef=kl_loss_coef,
-                kl_loss_estimator=kl_loss_estimator,
-            )
-            update(optimizers[0], loss)
+            weights, of_kl = loss_weights(batch["mask"]), (kl_loss_coef, kl_loss_estimator)
+            given = problem.logprobs(logits)[drawn[part]], batch, weights
+            update(optimizers[0], policy_loss(*given, *of_kl))
             if data_settings.estimator.needs_critic:
                 old = {"prev_values": batch["values"], "returns": batch["returns"]}
                 own = values[problem.states[drawn[part]]]

@@ -120,46 +120,35 @@ class Schedule(torch.optim.lr_scheduler.LambdaLR):
         super().step()
 
 
-class Future:
-    def __init__(self, result):
-        self.result = result
+def future(result):
+    return types.SimpleNamespace(result=result)
 
 
-class RewardClient:
-    """A tensor [b, 1] of rewards, or an error on one rank."""
+class CriticClient:
+    """Of a reward model a tensor [b, 1] of rewards, or an error on one rank; and of a critic."""
 
     def __init__(self, fails_at=None):
-        self.left = fails_at
+        self.left, self.waited = fails_at, []
 
     def infer_rm(self, rollout_batch):
         if self.left is not None:
             self.left -= 1
         fails = self.left == 0 and dist.get_rank() == dist.get_world_size() - 1
         rewards = (rollout_batch["response_tokens"] % 5).float().mean(1, keepdim=True)
-        return Future(lambda: 1 / 0 if fails else rewards)
-
-
-class CriticClient(RewardClient):
-    def __init__(self, fails_at=None):
-        super().__init__(fails_at)
-        self.waited = []
+        return future(lambda: 1 / 0 if fails else rewards)
 
     def infer_rm_critic(self, rollout_batch):
         rewards = self.infer_rm(rollout_batch)
         values = rollout_batch["response_tokens"][:, :-1] / 50
-        return Future(lambda: (rewards.result().flatten(), values))
+        return future(lambda: (rewards.result().flatten(), values))
 
     def train(self, rollout_batch):
         if dist.get_rank() != 0:
             return None
-        return Future(lambda: self.waited.append("train") or {"loss_mean": torch.tensor([0.25])})
+        return future(lambda: self.waited.append("train") or {"loss_mean": torch.tensor([0.25])})
 
     def save(self):
-        def wait():
-            self.waited.append("save")
-            dist.barrier()
-
-        return Future(wait)
+        return future(lambda: self.waited.append("save") or dist.barrier())
 
 
 class Checkpoints:

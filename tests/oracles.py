@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -151,23 +152,14 @@ def nemo_aligner_distillation(logits: torch.Tensor, *args: object) -> tuple[torc
     alone = types.SimpleNamespace(get_tensor_model_parallel_group=lambda: None)
     alone.get_tensor_model_parallel_rank = lambda: 0
     alone.get_tensor_model_parallel_world_size = lambda: 1
-
-    class OneRank:
-        distributed = types.SimpleNamespace(
-            all_reduce=lambda *a, **k: None, ReduceOp=torch.distributed.ReduceOp
-        )
-
-        def __getattr__(self, name):
-            return getattr(torch, name)
-
-    path, name = ALIGNER / "utils" / "distributed.py", "_TopKLogitsCrossEntropy"
-    own = {"torch": OneRank(), "parallel_state": alone}
-    own["tensor_parallel"] = types.SimpleNamespace(utils=utils)
-    function = with_methods(path, name, "forward backward", **own)
+    own = {"parallel_state": alone, "tensor_parallel": types.SimpleNamespace(utils=utils)}
+    path = ALIGNER / "utils" / "distributed.py"
+    function = with_methods(path, "_TopKLogitsCrossEntropy", "forward backward", **own)
     context = types.SimpleNamespace()
     context.save_for_backward = lambda *tensors: setattr(context, "saved_tensors", tensors)
-    losses = function.forward(context, logits, *args)
-    return *losses, function.backward(context, torch.ones_like(losses[0]))[0]
+    with mock.patch.object(torch.distributed, "all_reduce", lambda *_, **__: None):
+        losses = function.forward(context, logits, *args)
+        return *losses, function.backward(context, torch.ones_like(losses[0]))[0]
 
 
 class _Inert(type):

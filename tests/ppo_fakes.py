@@ -136,7 +136,9 @@ class FakePolicy:
         assert not forward_only
         self.events.append("update")
         self.batches.append({key: value.clone() for key, value in batch.items()})
-        mask = batch["mask"].bool()
+        return self.loss(batch, batch["mask"].bool())
+
+    def loss(self, batch, mask):
         # A policy-gradient-like number: any change of the data changes the weight.
         gains = batch["advantages"] * batch["prev_logprobs"].exp()
         gradient = torch.where(mask, gains, 0).double().sum()
@@ -356,10 +358,9 @@ def among_fakes(trainer_class, policy, changes, time_limit=None, **parts):
 
 def builders(rollout_size, micro_batch_size) -> dict:
     """Of data loaders for 24 prompts."""
-    sizes = {"train": rollout_size, "val": 4}
     build = functools.partial(dataloader_builder, micro_batch_size=micro_batch_size)
-    names = {f"{name}_dataloader_builder": size for name, size in sizes.items()}
-    return {name: functools.partial(build, size) for name, size in names.items()}
+    sizes = {"train_dataloader_builder": rollout_size, "val_dataloader_builder": 4}
+    return {name: functools.partial(build, size) for name, size in sizes.items()}
 
 
 def make_trainer(

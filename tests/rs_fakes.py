@@ -31,14 +31,7 @@ class FakeRSPolicy(FakePolicy):
 
     scale = 100
 
-    def weights(self, batch):
-        return batch["mask"].bool(), 1.0
-
-    def get_loss_and_metrics(self, batch, forward_only):
-        assert not forward_only
-        self.events.append("update")
-        self.batches.append({key: value.clone() for key, value in batch.items()})
-        mask, weights = self.weights(batch)
+    def loss(self, batch, mask, weights=1.0):
         logprobs = self._logprobs(batch["response_tokens"], self.weight)
         total = sum_over_ranks(torch.where(mask, weights * logprobs, 0).double().sum())
         self.gradient = -total.item() / self.scale
@@ -50,9 +43,9 @@ class FakeReinforcePolicy(FakeRSPolicy):
 
     scale = 1
 
-    def weights(self, batch):
+    def loss(self, batch, mask):
         advantages = (batch["rewards_with_kl"] - batch["baseline"])[:, None]
-        return batch["mask"].bool() & batch["is_end"][:, None], advantages
+        return super().loss(batch, mask & batch["is_end"][:, None], advantages)
 
 
 class FakeRewardModel:

@@ -135,17 +135,6 @@ def test_learned_positions_limit_the_response(tiny_tokenizer_dir, prompts):
     assert output.response_lengths.max() == 20
 
 
-def test_bf16_generates_and_the_model_can_train_afterwards(tiny_tokenizer_dir, prompts):
-    model = large(tiny_tokenizer_dir, precision="bf16")
-    model.set_train()
-    params = GenerationParams(max_length=10, use_greedy=True)
-    first = generated(model, prompts, params)
-    assert all(chunk.training for chunk in model.model)
-    assert samples_of(generated(model, prompts, params)) == samples_of(first)
-    positions = torch.arange(first.response_tokens.size(1)).expand_as(first.response_tokens)
-    model.model[0](first.response_tokens, positions, None).sum().backward()
-
-
 @pytest.mark.parametrize(
     "tokens, length, message",
     [

@@ -1,7 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""KL estimators summed over a whole vocabulary, where their expectations are exact; the
-controllers. test_oracles.py has both of other libraries.
+"""KL estimators by hand, and controllers. test_oracles.py has those of other libraries, and
+test_kl_optimum.py gradients.
 """
 
 import math

@@ -28,11 +28,19 @@ import pytest
 import torch
 
 from nemo_aligner.algorithms.ppo_data import make_ppo_data
-from nemo_aligner.core.losses import ppo_actor_loss
 from tests.cases import some_of
-from tests.kl_optimum import ESTIMATORS, Problem, one_token, rollout, settings, train, two_tokens
+from tests.kl_optimum import (
+    ESTIMATORS,
+    Problem,
+    one_token,
+    policy_loss,
+    rollout,
+    settings,
+    train,
+    two_tokens,
+)
 
-PROBLEMS = {"one token": one_token, "two tokens": two_tokens}
+PROBLEMS = {"one token": one_token(), "two tokens": two_tokens()}
 COMPARING = ("grpo", "rloo")
 ENOUGH = 0.95
 
@@ -76,16 +84,8 @@ def expected_gradient(
         scored = rollout(problem, logits, drawn, 2, exact_values(problem, logits))
         changes = {"advantage_estimator": estimator, "normalize_advantages": False, **changes}
         data, _ = make_ppo_data(scored, settings(**changes), 0.0 if coef else problem.beta)
-    loss, _ = ppo_actor_loss(
-        logprobs=problem.logprobs(logits)[drawn],
-        prev_logprobs=data["prev_logprobs"],
-        advantages=data["advantages"],
-        weights=data["mask"] * weights[:, None],
-        ratio_eps=0.2,
-        ref_logprobs=data["init_logprobs"],
-        kl_loss_coef=coef,
-        kl_loss_estimator=changes.get("kl_estimator", "k1"),
-    )
+    given = problem.logprobs(logits)[drawn], data, data["mask"] * weights[:, None]
+    loss = policy_loss(*given, coef, changes.get("kl_estimator", "k1"))
     return -torch.autograd.grad(loss, logits)[0]
 
 
@@ -110,7 +110,6 @@ close = functools.partial(torch.testing.assert_close, rtol=1e-4, atol=1e-6)
 @pytest.mark.parametrize("problem", PROBLEMS.values(), ids=PROBLEMS)
 @pytest.mark.parametrize("estimator", ["gae", "rloo", "reinforce_plus_plus"])
 def test_expected_update_is_the_gradient_of_the_objective(estimator, problem):
-    problem = problem()
     logits = some_policy(problem)
     exact = slope(problem, logits)
     assert exact.abs().max() > 0.1
@@ -122,7 +121,6 @@ def test_expected_update_of_pairs_divided_by_their_deviation(problem):
     """GRPO with two responses a, b: with d = S_a - S_b the mean is S_a - d / 2 and the deviation
     |d| / sqrt 2, so the advantage of a is (d / 2) / (|d| / sqrt 2 + 1e-6).
     """
-    problem = problem()
     logits = some_policy(problem)
     own = scores(problem, logits)
     apart = own[:, None] - own
@@ -156,7 +154,7 @@ def test_without_a_reward_only_k1_leads_back_to_the_reference():
 
 def test_k2_in_the_loss_leaves_out_what_a_token_does_to_later_ones():
     """Of one token it is exact; of two, the first token's gradient lacks the KL of the second."""
-    for problem, exact in ((one_token(), True), (two_tokens(), False)):
+    for problem, exact in zip(PROBLEMS.values(), (True, False), strict=True):
         logits = some_policy(problem)
         seen = expected_gradient(problem, logits, "rloo", coef=problem.beta, kl_estimator="k2")
         expected = slope(problem, logits)
@@ -174,8 +172,7 @@ def test_the_oracle_by_hand():
     weights = [0.4 * math.exp(0.1), 0.24 * math.exp(0.2), 0.2 * math.exp(-0.4), 0.16 * math.exp(2)]
     assert problem.best() == pytest.approx(math.log(sum(weights)))
     assert problem.optimum().tolist() == pytest.approx([w / sum(weights) for w in weights])
-    for make in PROBLEMS.values():
-        problem = make()
+    for problem in PROBLEMS.values():
         optimum = problem.optimum()
         logits = optimum.log()[None]
         if len(problem.reference) > 1:
@@ -192,7 +189,6 @@ def test_the_oracle_by_hand():
 @pytest.mark.parametrize("problem", PROBLEMS.values(), ids=PROBLEMS)
 @some_of("estimator", ESTIMATORS, keep=["gae", "grpo"])
 def test_the_default_reaches_the_optimum(estimator, problem):
-    problem = problem()
     assert problem.gap_closed(train(problem, estimator)) > ENOUGH
 
 

@@ -102,17 +102,15 @@ def naive_weights(model) -> dict[str, torch.Tensor]:
     for name in [name for name in weights if name.endswith(".lora.a")]:
         stem = name.removesuffix("lora.a")
         a, b, whole = weights[name], weights[f"{stem}lora.b"], weights[f"{stem}weight"]
-        rows = []
-        for row in range(len(whole)):
-            block = 0
-            if settings.variant == "canonical" and "linear_qkv" in stem:
-                place = row % ((heads // groups + 2) * size) // size  # query heads, key, value
-                block = max(place - heads // groups + 1, 0)
-            elif settings.variant == "canonical" and "linear_fc1" in stem:
-                block = int(module.config.gated_linear_unit and row >= len(whole) // 2)
-            own_a = a[block * settings.dim : (block + 1) * settings.dim]
-            rows.append(whole[row] + settings.alpha / settings.dim * (b[row] @ own_a))
-        weights[f"{stem}weight"] = torch.stack(rows)
+        row = torch.arange(len(whole))
+        block = torch.zeros_like(row)  # whose A is that of a row of B
+        if settings.variant == "canonical" and "linear_qkv" in stem:
+            place = row % ((heads // groups + 2) * size) // size  # query heads, key, value
+            block = (place - heads // groups + 1).clamp(min=0)
+        elif settings.variant == "canonical" and "linear_fc1" in stem:
+            block += module.config.gated_linear_unit & (row >= len(whole) // 2)
+        product = torch.einsum("rd,rdi->ri", b, a.unflatten(0, (-1, settings.dim))[block])
+        weights[f"{stem}weight"] = whole + settings.alpha / settings.dim * product
     return weights
 
 

@@ -19,7 +19,6 @@ from nemo_aligner.core.errors import UserError
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 from nemo_aligner.training.megatron_steps import forward_backward, forward_collect
 from nemo_aligner.training.optim import learning_rate, optimizer_step
-from tests.cases import some_of
 from tests.tiny_models import tiny_config
 
 pytestmark = pytest.mark.slow
@@ -88,23 +87,6 @@ def test_job_shorter_than_its_constant_phase_still_anneals(tiny_tokenizer_dir):
     for _ in range(6):
         scheduler.step(1)
     assert 0.4 < learning_rate(optimizer) < 0.7
-
-
-@pytest.mark.parametrize("optimizer_name", ["distributed_fused_adam", "adamw"])
-@some_of("precision", [32, "bf16"], keep=["bf16"])
-def test_resumed_job_continues_to_the_same_bits(
-    tiny_tokenizer_dir, tmp_path, optimizer_name, precision
-):
-    cfg = tiny_config(tiny_tokenizer_dir, precision=precision, optim={"name": optimizer_name})
-    callback, parts = job(tmp_path, cfg)
-    for _ in range(2):
-        train_step(*parts)
-    callback.custom_save({"step": 2}, trainer_state={"step": 2, "consumed_samples": 4})
-    uninterrupted = [train_step(*parts) for _ in range(3)]
-
-    callback, parts = job(tmp_path, cfg)
-    assert callback.load_latest() == {"step": 2, "consumed_samples": 4}
-    assert [train_step(*parts) for _ in range(3)] == uninterrupted
 
 
 @pytest.mark.parametrize("optimizer_name", ["distributed_fused_adam", "adamw"])
