@@ -56,11 +56,16 @@ def sampler_of(cls, global_batch_size, micro_batch_size, consumed_samples=0, tot
     return cls(*given, global_batch_size=global_batch_size, seed=5)
 
 
-def dataloader_builder(global_batch_size, consumed_samples, micro_batch_size=2, seen=None):
+def dataloader_builder(
+    global_batch_size,
+    consumed_samples,
+    micro_batch_size=2,
+    seen=None,
+    cls=MegatronPretrainingSampler,
+):
     if seen is not None:
         seen.append(consumed_samples)
-    sizes = global_batch_size, micro_batch_size, consumed_samples
-    sampler = sampler_of(MegatronPretrainingSampler, *sizes)
+    sampler = sampler_of(cls, global_batch_size, micro_batch_size, consumed_samples)
     return SimpleNamespace(batch_sampler=sampler, dataset=Prompts())
 
 

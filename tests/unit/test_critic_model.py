@@ -4,6 +4,8 @@
 against a loop over tokens.
 """
 
+from unittest import mock
+
 import pytest
 import torch
 from omegaconf import OmegaConf
@@ -33,9 +35,13 @@ def reward_model_file(tiny_tokenizer_dir, tmp_path_factory):
     return path
 
 
-def make_critic(tiny_tokenizer_dir, reward_model_file, **overrides):
-    cfg = tiny_config(tiny_tokenizer_dir, output_sequence=True, loss_clip_val=0.2, **overrides)
-    return load_from_nemo(MegatronGPTCriticModel, cfg, None, restore_path=reward_model_file)
+@pytest.fixture
+def make_critic(tiny_tokenizer_dir, reward_model_file):
+    def make(path=reward_model_file, **overrides):
+        cfg = tiny_config(tiny_tokenizer_dir, output_sequence=True, loss_clip_val=0.2, **overrides)
+        return load_from_nemo(MegatronGPTCriticModel, cfg, None, restore_path=path)
+
+    return make
 
 
 def train_batch():
@@ -68,8 +74,10 @@ def assert_same_weights(model, expected):
         assert torch.equal(tensor, expected[name]), name
 
 
-def test_a_value_is_the_reward_of_the_tokens_up_to_it(tiny_tokenizer_dir, reward_model_file):
-    critic = make_critic(tiny_tokenizer_dir, reward_model_file, forward_micro_batch_size=3)
+def test_a_value_is_the_reward_of_the_tokens_up_to_it(
+    make_critic, tiny_tokenizer_dir, reward_model_file
+):
+    critic = make_critic(forward_micro_batch_size=3)
     values = critic.infer((TOKENS, LENGTHS))
     assert values.shape == (4, 8)
     given = tiny_config(tiny_tokenizer_dir), None
@@ -81,9 +89,8 @@ def test_a_value_is_the_reward_of_the_tokens_up_to_it(tiny_tokenizer_dir, reward
 
 
 @pytest.mark.parametrize("precision", [32, "bf16"])
-def test_swapping_changes_no_weight_and_no_step(tiny_tokenizer_dir, reward_model_file, precision):
-    make = lambda: make_critic(tiny_tokenizer_dir, reward_model_file, precision=precision)
-    critics = [make(), make()]
+def test_swapping_changes_no_weight_and_no_step(make_critic, precision):
+    critics = [make_critic(precision=precision) for _ in range(2)]
     swapping, undisturbed = critics
     swapping.set_reward_model()
     inputs = (TOKENS, LENGTHS)
@@ -100,34 +107,28 @@ def test_swapping_changes_no_weight_and_no_step(tiny_tokenizer_dir, reward_model
         assert ours == theirs
         trained = weights_of(undisturbed)
         assert_same_weights(swapping, trained)
-        moves = []
-        swapping.load_cpu_weights = lambda w, moves=moves: (
-            moves.append(1),
-            MegatronGPTCriticModel.load_cpu_weights(swapping, w),
-        )
+        moves = swapping.load_cpu_weights = mock.Mock(wraps=swapping.load_cpu_weights)
         for resident in (StateDictState.REWARD, StateDictState.CRITIC, StateDictState.REWARD):
             again, values = swapping.infer_rm_critic(inputs)
             assert swapping.loaded_state_dict is resident
             assert torch.equal(again, rewards)  # the reward model never changes
             assert torch.equal(values, undisturbed.infer(inputs))
-        assert len(moves) == 3  # one copy of weights per call
+        assert moves.call_count == 3  # one copy of weights per call
         copies.add(next(iter(swapping.critic_state_dict_cpu.values())).data_ptr())
     assert len(copies) == 1  # the host buffers persist
     swapping.prepare_for_training()
     assert_same_weights(swapping, trained)
 
 
-def test_saving_while_the_reward_model_is_resident_saves_the_critic(
-    tiny_tokenizer_dir, reward_model_file, tmp_path
-):
-    critic = make_critic(tiny_tokenizer_dir, reward_model_file)
+def test_saving_while_the_reward_model_is_resident_saves_the_critic(make_critic, tmp_path):
+    critic = make_critic()
     critic.set_reward_model()
     train_step(critic, *critic.setup_megatron_optimization(10))
     trained = weights_of(critic)
     critic.infer_rm_critic((TOKENS, LENGTHS))
     assert critic.loaded_state_dict is StateDictState.REWARD
     critic.save_to(str(tmp_path / "critic.nemo"))
-    again = make_critic(tiny_tokenizer_dir, tmp_path / "critic.nemo")
+    again = make_critic(tmp_path / "critic.nemo")
     assert_same_weights(again, trained)
     with pytest.raises(UserError, match="holds no reward head"):
         again.set_reward_model()  # its values are no rewards
@@ -136,12 +137,12 @@ def test_saving_while_the_reward_model_is_resident_saves_the_critic(
 @pytest.mark.parametrize("reduction", ["token", "sequence"])
 @pytest.mark.parametrize("micro_batch_size", [1, 4])
 def test_loss_gradient_and_metrics_equal_a_loop_over_tokens(
-    tiny_tokenizer_dir, reward_model_file, reduction, micro_batch_size
+    make_critic, reduction, micro_batch_size
 ):
     batch = train_batch()
     standard = {"enable": True, "mean": 0.1, "std": 2.0}
     overrides = dict(reward_standardization=standard, loss_reduction=reduction)
-    plain = make_critic(tiny_tokenizer_dir, reward_model_file, **overrides).unwrapped()[0]
+    plain = make_critic(**overrides).unwrapped()[0]
     sample_means, losses, cut, gaps = [], [], [], []
     for i in range(3):
         sample = []
@@ -160,7 +161,7 @@ def test_loss_gradient_and_metrics_equal_a_loop_over_tokens(
     # Outside the mask a slot may hold anything.
     batch["returns"][3] = batch["prev_values"][0, 0] = float("nan")
     overrides["micro_batch_size"] = micro_batch_size
-    critic = make_critic(tiny_tokenizer_dir, reward_model_file, **overrides)
+    critic = make_critic(**overrides)
     critic.setup_megatron_optimization(10)
     critic.prepare_for_training_step()
     loss, metrics = critic.get_loss_and_metrics(batch, forward_only=False)
@@ -175,10 +176,10 @@ def test_loss_gradient_and_metrics_equal_a_loop_over_tokens(
 
 
 def test_a_critic_from_a_language_model_has_a_fresh_head_and_cannot_serve_rewards(
-    tiny_tokenizer_dir, tmp_path
+    make_critic, tiny_tokenizer_dir, tmp_path
 ):
     MegatronGPTModel(tiny_config(tiny_tokenizer_dir)).save_to(str(tmp_path / "lm.nemo"))
-    critic = make_critic(tiny_tokenizer_dir, tmp_path / "lm.nemo")
+    critic = make_critic(tmp_path / "lm.nemo")
     with pytest.raises(UserError, match="no reward head.*combine_rm_and_critic_server=False"):
         critic.set_reward_model()
     with pytest.raises(RuntimeError, match="set_reward_model"):

@@ -1,7 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The loss of distillation against a naive loop with the full softmax. Other libraries, and scales
-of the logits: test_oracle_losses.py.
+"""The loss of distillation against the full softmax. Other libraries, and scales of the logits:
+test_oracle_losses.py.
 """
 
 import pytest
@@ -52,36 +52,25 @@ class Batch:
 
 
 def naive(batch, top_k, bucket, name, reduction, sft):
-    """One position after the other, over the whole vocabulary."""
+    """One sample after the other, over the whole vocabulary."""
     leaf = batch.student.clone().requires_grad_()
     samples = []
-    for row in range(B):
-        terms = []
-        for t in range(S):
-            if not batch.mask[row, t]:
-                continue
-            q, p = leaf[row, t].softmax(-1), batch.teacher[row, t].softmax(-1)
-            order = sorted(range(V), key=lambda v, p=p: -float(p[v]))[:top_k]
-            ps, qs = [p[v] for v in order], [q[v] for v in order]
-            if bucket and top_k < V:
-                ps, qs = [*ps, 1 - sum(ps)], [*qs, 1 - sum(qs)]
-            else:
-                ps, qs = [x / sum(ps) for x in ps], [x / sum(qs) for x in qs]
-            ms = [BETA * a + (1 - BETA) * b for a, b in zip(ps, qs, strict=True)]
-
-            def kl(a, b):
-                return sum(x * torch.log(x / y) for x, y in zip(a, b, strict=True))
-
-            values = {"fwd_kl": kl(ps, qs), "bwd_kl": kl(qs, ps)}
-            values["jsd"] = BETA * kl(ps, ms) + (1 - BETA) * kl(qs, ms)
-            terms.append(values[name] - sft * torch.log(q[batch.labels[row, t]]))
-        samples.append(terms)
-    counted = [terms for terms in samples if terms]
-    if reduction == "token":
-        tokens = [term for terms in counted for term in terms]
-        loss = sum(tokens) / len(tokens)
-    else:
-        loss = sum(sum(terms) / len(terms) for terms in counted) / len(counted)
+    for row, keep in enumerate(batch.mask):
+        p, q = batch.teacher[row, keep].softmax(-1), leaf[row, keep].softmax(-1)
+        order = p.argsort(-1, descending=True)[:, :top_k]
+        ps, qs = p.gather(-1, order), q.gather(-1, order)
+        if bucket and top_k < V:
+            ps, qs = (torch.cat([x, 1 - x.sum(-1, keepdim=True)], -1) for x in (ps, qs))
+        else:
+            ps, qs = (x / x.sum(-1, keepdim=True) for x in (ps, qs))
+        ms = BETA * ps + (1 - BETA) * qs
+        kl = lambda a, b: (a * (a / b).log()).sum(-1)
+        values = {"fwd_kl": kl(ps, qs), "bwd_kl": kl(qs, ps)}
+        values["jsd"] = BETA * kl(ps, ms) + (1 - BETA) * kl(qs, ms)
+        labelled = q.gather(-1, batch.labels[row, keep].unsqueeze(-1)).squeeze(-1)
+        samples += [values[name] - sft * labelled.log()] if keep.any() else []
+    parts = [torch.cat(samples)] if reduction == "token" else samples
+    loss = torch.stack([part.mean() for part in parts]).mean()
     return loss.detach(), *torch.autograd.grad(loss, leaf)
 
 

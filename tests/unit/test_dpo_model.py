@@ -22,40 +22,30 @@ from nemo_aligner.data.nlp.datasets import DPOModelDataset, KTOModelDataset
 from nemo_aligner.launch.model_loading import load_and_override_model_config, load_from_nemo
 from nemo_aligner.models.nlp.gpt.megatron_gpt_dpo_model import MegatronGPTDPOModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
-from tests import preference_jobs
+from tests import preference_jobs as jobs
 from tests.cases import some_of
 from tests.chat_forms import TEMPLATES
 from tests.oracles import trl_dpo
-from tests.preference_jobs import (
-    CHAT,
-    RESPONSES,
-    adamw,
-    assert_same_weights,
-    exported,
-    padded,
-    random_llama,
-    update,
-    write,
-)
 from tests.tiny_models import tiny_config
 from tests.trl_dpo_steps import PEERS
 from tests.unit.test_script_steps import job_configuration
 
 pytestmark = pytest.mark.slow
 
-STEPS, PAIRS, LENGTH = 20, preference_jobs.BATCH, 44
+STEPS, PAIRS, LENGTH = 20, jobs.BATCH, 44
 
 
 def records(count):
     """Pairs of ragged lengths with rewards."""
     for i in range(count):
-        sides = {"chosen": RESPONSES[i % 4], "rejected": RESPONSES[(i + 1 + i // 4 % 3) % 4]}
-        prompt = "the film" + " so" * (i % 5) + f" {i}"
-        yield {"prompt": prompt, **sides, "chosen_reward": 0.5 * (i % 3)}
+        pair = {"prompt": "the film" + " so" * (i % 5) + f" {i}", "chosen": jobs.RESPONSES[i % 4]}
+        pair["rejected"] = jobs.RESPONSES[(i + 1 + i // 4 % 3) % 4]
+        yield {**pair, "chosen_reward": 0.5 * (i % 3)}
 
 
 def data_of(tokenizer, folder, given, settings=None, length=LENGTH):
-    return DPOModelDataset([write(folder / "pairs.jsonl", given)], tokenizer, length, settings)
+    path = jobs.write(folder / "pairs.jsonl", given)
+    return DPOModelDataset([path], tokenizer, length, settings)
 
 
 # --- the data set
@@ -90,7 +80,7 @@ def test_only_the_last_response_of_a_conversation_counts(tiny_tokenizer, tmp_pat
     said = {"chosen": "a dull one", "rejected": "a warm one"}
     pair = {side: [{"role": "assistant", "content": text}] for side, text in said.items()}
     template = tmp_path / "template.jinja"
-    template.write_text(CHAT)
+    template.write_text(jobs.CHAT)
     chat = {"chat_template": str(template)}
     item = data_of(tiny_tokenizer, tmp_path, [{"prompt": prompt, **pair}], chat, 90)[0]
     for name, response in said.items():
@@ -122,7 +112,7 @@ BAD_LINES = [
 @pytest.mark.parametrize(("kind", "whole", "changes", "message"), BAD_LINES)
 def test_lines_without_items_are_named(tiny_tokenizer, tmp_path, kind, whole, changes, message):
     line = {key: value for key, value in {**whole, **changes}.items() if value is not None}
-    path = write(tmp_path / "items.jsonl", [whole if changes else PAIR, line])
+    path = jobs.write(tmp_path / "items.jsonl", [whole if changes else PAIR, line])
     with pytest.raises(UserError, match=f"(?s)line 2.*{message}"):
         kind([path], tiny_tokenizer, LENGTH)
 
@@ -157,7 +147,7 @@ def test_a_conversation_that_begins_with_the_other_is_no_pair(tiny_tokenizer, tm
 
 
 def job(**dpo):
-    return preference_jobs.job_of("dpo", **{"ref_policy_kl_penalty": 0.3, **dpo})
+    return jobs.job_of("dpo", **{"ref_policy_kl_penalty": 0.3, **dpo})
 
 
 def tiny_policy(tokenizer_dir, **dpo):
@@ -168,7 +158,7 @@ def tiny_policy(tokenizer_dir, **dpo):
 
 
 def trainer_of(model, data, **settings):
-    return preference_jobs.trainer_of(DPOTrainer, model, data, STEPS, **settings)
+    return jobs.trainer_of(DPOTrainer, model, data, STEPS, **settings)
 
 
 def steps_of_trl(hf, given, tokenizer, loss_type, average, sft_weight):
@@ -176,7 +166,7 @@ def steps_of_trl(hf, given, tokenizer, loss_type, average, sft_weight):
     loss, PyTorch's optimizer.
     """
     trl = trl_dpo(beta=0.3, label_smoothing=0.0, loss_type=loss_type)
-    reference, optimizer = copy.deepcopy(hf), adamw(hf)
+    reference, optimizer = copy.deepcopy(hf), jobs.adamw(hf)
     losses, margins = [], []
     for step in range(STEPS):
         batch = given[step * PAIRS : (step + 1) * PAIRS]
@@ -186,7 +176,7 @@ def steps_of_trl(hf, given, tokenizer, loss_type, average, sft_weight):
                 prompt = tokenizer.text_to_ids(record["prompt"])
                 rows.append(tokenizer.text_to_ids(record["prompt"] + record[name]))
                 labels.append([-100] * len(prompt) + rows[-1][len(prompt) :])
-        tokens, labels = padded(rows, labels)
+        tokens, labels = jobs.padded(rows, labels)
 
         def logps(model, tokens=tokens, labels=labels):
             sums, counts = trl.get_batch_logps(model(tokens).logits, labels)
@@ -197,7 +187,7 @@ def steps_of_trl(hf, given, tokenizer, loss_type, average, sft_weight):
         policy = logps(hf)
         terms, chosen, rejected = trl.dpo_loss(*policy, *before)
         loss = terms.mean() - sft_weight * policy[0].mean()
-        update(hf, optimizer, loss)
+        jobs.update(hf, optimizer, loss)
         losses.append(loss.item())
         margins.append((chosen - rejected).mean().item() / 0.3)
     return losses, margins
@@ -215,7 +205,7 @@ def check_against(losses, margins, weights, hf_folder, data, tmp_path, **dpo):
     assert [metrics["loss"] for metrics in log] == pytest.approx(losses, abs=1e-4)
     assert [metrics["margin"] for metrics in log] == pytest.approx(margins, abs=1e-3)
     assert max(map(abs, margins)) > 0.2  # the policy has left its reference
-    assert_same_weights(exported(trainer, tmp_path / "run", "dpo"), dict(weights))
+    jobs.assert_same_weights(jobs.exported(trainer, tmp_path / "run", "dpo"), dict(weights))
     return log
 
 
@@ -226,7 +216,7 @@ def check_against(losses, margins, weights, hf_folder, data, tmp_path, **dpo):
 def test_twenty_steps_end_at_the_weights_of_trl(
     write_folder, tiny_tokenizer, tmp_path, preference_loss, loss_type, average, sft_weight
 ):
-    hf, given = random_llama(), list(records(STEPS * PAIRS))
+    hf, given = jobs.random_llama(), list(records(STEPS * PAIRS))
     folder, data = write_folder(hf), data_of(tiny_tokenizer, tmp_path, given)
     dpo = {"preference_loss": preference_loss, "preference_average_log_probs": average}
     dpo["sft_loss_weight"] = sft_weight
@@ -277,7 +267,7 @@ def test_twenty_steps_end_at_the_weights_of_trls_trainer(
     """TRL's data preparation, collator, loss, optimizer and loop, none of it ours."""
     if not (PEERS / "trl").is_dir():
         pytest.skip(f"{PEERS} has no trl; `make test-full` installs it")
-    folder = write_folder(random_llama())
+    folder = write_folder(jobs.random_llama())
     data = data_of(tiny_tokenizer, tmp_path, records(STEPS * PAIRS), {"append_eod": True})
     given = {"model": folder, "tokenizer": tiny_tokenizer_dir, "pairs": tmp_path / "pairs.jsonl"}
     given |= {"output": tmp_path / "trl", "steps": STEPS, "batch": PAIRS, "loss": "sigmoid"}

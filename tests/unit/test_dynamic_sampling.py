@@ -4,7 +4,6 @@
 reward that is the same for all responses to some prompts."""
 
 import functools
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,10 +15,9 @@ from nemo_aligner.data.nlp.samplers import MegatronPretrainingRandomSampler
 from tests.ppo_fakes import (
     NUM_PROMPTS,
     FakeRewards,
-    Prompts,
+    dataloader_builder,
     fit_until_stopped,
     make_trainer,
-    sampler_of,
 )
 
 
@@ -37,16 +35,11 @@ class DullRewards(FakeRewards):
         return future
 
 
-def random_loader(global_batch_size, consumed_samples):
-    sizes = global_batch_size, 2, consumed_samples
-    sampler = sampler_of(MegatronPretrainingRandomSampler, *sizes)
-    return SimpleNamespace(batch_sampler=sampler, dataset=Prompts())
-
-
 def make(rounds, dull=DullRewards.dull, **changes):
     settings = dict(advantage_estimator="grpo", num_rollouts_per_prompt=3)
     settings |= dict(initial_policy_kl_penalty=0.0, dynamic_sampling_rounds=rounds)
-    settings["builder"] = functools.partial(random_loader, 8)
+    in_random_order = {"cls": MegatronPretrainingRandomSampler}
+    settings["builder"] = functools.partial(dataloader_builder, 8, **in_random_order)
     trainer = make_trainer(**settings | changes)
     rewards = DullRewards(trainer.events)
     rewards.dull = dull

@@ -16,24 +16,13 @@ from nemo_aligner.core.errors import UserError
 from nemo_aligner.data.nlp.datasets import KTOModelDataset
 from nemo_aligner.launch.model_loading import load_from_nemo
 from nemo_aligner.models.nlp.gpt.megatron_gpt_dpo_model import MegatronGPTKTOModel
-from tests import preference_jobs
+from tests import preference_jobs as jobs
 from tests.oracles import trl_kto
-from tests.preference_jobs import (
-    CHAT,
-    RESPONSES,
-    adamw,
-    assert_same_weights,
-    exported,
-    padded,
-    random_llama,
-    update,
-    write,
-)
 from tests.tiny_models import tiny_config
 
 pytestmark = pytest.mark.slow
 
-STEPS, SAMPLES, LENGTH = 20, preference_jobs.BATCH, 44
+STEPS, SAMPLES, LENGTH = 20, jobs.BATCH, 44
 
 
 def records(count):
@@ -41,11 +30,12 @@ def records(count):
     for i in range(count):
         kind = "chosen" if i % 5 < 3 else "rejected"
         prompt = "the film" + " so" * (i % 5) + f" {i}"
-        yield {"prompt": prompt, "response": RESPONSES[i % 4], "preference": kind}
+        yield {"prompt": prompt, "response": jobs.RESPONSES[i % 4], "preference": kind}
 
 
 def data_of(tokenizer, folder, given, settings=None, length=LENGTH):
-    return KTOModelDataset([write(folder / "samples.jsonl", given)], tokenizer, length, settings)
+    path = jobs.write(folder / "samples.jsonl", given)
+    return KTOModelDataset([path], tokenizer, length, settings)
 
 
 # --- the data set
@@ -108,7 +98,7 @@ def test_only_the_response_to_a_conversation_counts(tiny_tokenizer, tmp_path):
         {"prompt": "hello", "response": responses[1], "preference": "rejected"},
     ]
     template = tmp_path / "template.jinja"
-    template.write_text(CHAT)
+    template.write_text(jobs.CHAT)
     data = data_of(tiny_tokenizer, tmp_path, given, {"chat_template": str(template)}, 90)
     for item, own, other in zip(data, responses, reversed(responses), strict=True):
         for key, response in (("sample", own), ("kl_sample", other)):
@@ -140,7 +130,7 @@ def test_samples_of_one_kind_are_warned_of(tiny_tokenizer, tmp_path, warnings):
 
 
 def job(**kto):
-    return preference_jobs.job_of("kto", **{"ref_policy_kl_penalty": 0.3, **kto})
+    return jobs.job_of("kto", **{"ref_policy_kl_penalty": 0.3, **kto})
 
 
 def steps_of_trl(hf, given, tokenizer, weights):
@@ -148,7 +138,7 @@ def steps_of_trl(hf, given, tokenizer, weights):
     log-probs and loss, PyTorch's optimizer.
     """
     trl = trl_kto(beta=0.3, desirable_weight=weights[0], undesirable_weight=weights[1])
-    reference, optimizer = copy.deepcopy(hf), adamw(hf)
+    reference, optimizer = copy.deepcopy(hf), jobs.adamw(hf)
     shift = round(0.381966 * len(given))
     numbers = []
     for step in range(STEPS):
@@ -161,7 +151,7 @@ def steps_of_trl(hf, given, tokenizer, weights):
                 _, response = tokens_of(tokenizer, partner["prompt"], partner["response"])
                 rows.append(prompt + response)
                 labels.append([-100] * len(prompt) + response)
-        tokens, labels = padded(rows, labels)
+        tokens, labels = jobs.padded(rows, labels)
         good = torch.tensor([given[n]["preference"] == "chosen" for n in batch])
 
         def logps(model, tokens=tokens, labels=labels, good=good):
@@ -172,7 +162,7 @@ def steps_of_trl(hf, given, tokenizer, weights):
             before = logps(reference)
         terms, chosen, rejected, kl = trl.kto_loss(*logps(hf), *before)
         loss = terms.mean()
-        update(hf, optimizer, loss)
+        jobs.update(hf, optimizer, loss)
         rewards = [side.mean().item() / 0.3 for side in (chosen, rejected)]
         numbers.append((loss.item(), *rewards, kl.item()))
     return numbers
@@ -180,14 +170,14 @@ def steps_of_trl(hf, given, tokenizer, weights):
 
 @pytest.mark.full
 def test_twenty_steps_end_at_the_weights_of_trl(write_folder, tiny_tokenizer, tmp_path):
-    hf = random_llama()
+    hf = jobs.random_llama()
     kto = {"desirable_loss_weight": 1.3, "undesirable_loss_weight": 0.8}
     cfg = job(**kto, log_prob_forward_micro_batch_size=1)
     model = load_from_nemo(MegatronGPTKTOModel, cfg, None, restore_path=write_folder(hf))
     model.set_reference_policy()
     given = list(records(STEPS * SAMPLES))
     data = data_of(tiny_tokenizer, tmp_path, given, length=2 * LENGTH)
-    trainer, log = preference_jobs.trainer_of(KTOTrainer, model, data, STEPS)
+    trainer, log = jobs.trainer_of(KTOTrainer, model, data, STEPS)
     trainer.fit()
 
     expected = steps_of_trl(hf, given, tiny_tokenizer, (1.3, 0.8))
@@ -198,7 +188,8 @@ def test_twenty_steps_end_at_the_weights_of_trl(write_folder, tiny_tokenizer, tm
         found = [metrics.get(f"rewards_{name}_mean", float("nan")) for metrics in log]
         assert found == pytest.approx(values, abs=1e-3, nan_ok=True)
     assert log[0]["kl"] == 0 and max(distances) > 0.1  # the point has moved
-    assert_same_weights(exported(trainer, tmp_path / "run", "kto"), dict(hf.named_parameters()))
+    ours = jobs.exported(trainer, tmp_path / "run", "kto")
+    jobs.assert_same_weights(ours, dict(hf.named_parameters()))
 
 
 @pytest.fixture
