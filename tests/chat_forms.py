@@ -48,9 +48,8 @@ class Family:
 def _chatml(conversation: Conversation) -> list[Piece]:
     pieces = []
     for role, content in conversation:
-        trained = role == "assistant"
-        pieces += [(f"<|im_start|>{role}\n", False), (f"{content}<|im_end|>", trained)]
-        pieces += [("\n", False)]
+        pieces.append((f"<|im_start|>{role}\n", False))
+        pieces += [(f"{content}<|im_end|>", role == "assistant"), ("\n", False)]
     return pieces
 
 
@@ -118,43 +117,30 @@ def _r1(conversation: Conversation) -> list[Piece]:
 _IM = ("<|im_start|>", "<|im_end|>")
 _ASSISTANT = "<|im_start|>assistant\n"
 _HEADER = "<|start_header_id|>assistant<|end_header_id|>\n\n"
-FAMILIES = {
-    family.name: family
-    for family in (
-        Family("chatml", "<s>", "</s>", _IM, "<|im_end|>", _chatml, _ASSISTANT),
-        Family("qwen2_5", "", "<|im_end|>", _IM, "<|im_end|>", _qwen, _ASSISTANT),
-        Family(
-            "llama3",
-            "<|begin_of_text|>",
-            "<|end_of_text|>",
-            ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
-            "<|eot_id|>",
-            _llama3,
-            _HEADER,
-        ),
-        Family("mistral", "<s>", "</s>", ("[INST]", "[/INST]"), "</s>", _mistral, ""),
-        Family(
-            "gemma",
-            "<bos>",
-            "<eos>",
-            ("<start_of_turn>", "<end_of_turn>"),
-            "<end_of_turn>",
-            _gemma,
-            "<start_of_turn>model\n",
-            takes_system=False,
-        ),
-    )
-}
-
-
-# Templates that write an earlier turn otherwise than the last one.
+_HEADERS = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
+_TEXT = ("<|begin_of_text|>", "<|end_of_text|>")
+_GEMMA = ("<start_of_turn>", "<end_of_turn>")
 _TAGS = ("<|Assistant|>", "<|User|>")
-OTHERS = {
-    "r1": Family("r1", "<s>", "</s>", _TAGS, "</s>", _r1, _TAGS[0]),
-    "qwen3": Family("qwen3", "", "<|im_end|>", _IM, "<|im_end|>", _qwen3, _ASSISTANT),
-    "tulu": Family("tulu", "<s>", "</s>", (), "</s>", _tulu, "<|assistant|>\n"),
-    "marked": Family("marked", "<s>", "</s>", _IM, "<|im_end|>", _chatml, _ASSISTANT),
-}
+
+
+def _by_name(*families: Family) -> dict[str, Family]:
+    return {family.name: family for family in families}
+
+
+FAMILIES = _by_name(
+    Family("chatml", "<s>", "</s>", _IM, "<|im_end|>", _chatml, _ASSISTANT),
+    Family("qwen2_5", "", "<|im_end|>", _IM, "<|im_end|>", _qwen, _ASSISTANT),
+    Family("llama3", *_TEXT, _HEADERS, "<|eot_id|>", _llama3, _HEADER),
+    Family("mistral", "<s>", "</s>", ("[INST]", "[/INST]"), "</s>", _mistral, ""),
+    Family("gemma", "<bos>", "<eos>", _GEMMA, _GEMMA[1], _gemma, f"{_GEMMA[0]}model\n", False),
+)
+# Templates that write an earlier turn otherwise than the last one.
+OTHERS = _by_name(
+    Family("r1", "<s>", "</s>", _TAGS, "</s>", _r1, _TAGS[0]),
+    Family("qwen3", "", "<|im_end|>", _IM, "<|im_end|>", _qwen3, _ASSISTANT),
+    Family("tulu", "<s>", "</s>", (), "</s>", _tulu, "<|assistant|>\n"),
+    Family("marked", "<s>", "</s>", _IM, "<|im_end|>", _chatml, _ASSISTANT),
+)
 
 
 def write_tokenizer(

@@ -14,6 +14,7 @@ from nemo_aligner.data.nlp.builders import (
     build_train_valid_test_rlhf_datasets,
     build_train_valid_test_rm_datasets,
 )
+from nemo_aligner.data.nlp.records import Records
 
 # Tokens of NeMo's chat format that a tokenizer of bytes has.
 MARKS = {"system_turn_start": "\x00", "turn_start": "\x11", "label_start": "\x12"}
@@ -49,6 +50,12 @@ def sft(path, tokenizer, section=None, **options):
     """Examples of files, with the keys of `section`; `options`: of the builder."""
     cfg = OmegaConf.create({"file_path": path, "max_seq_length": 64, **(section or {})})
     return build_sft_dataset(cfg, tokenizer, **{"is_chat": False, **options})
+
+
+def records(path, inspect=lambda record: len(record["text"]), fields=("text",), **options):
+    """`Records` of one file, with these options or keys of `model.data`."""
+    data_cfg = {name: options.pop(name, None) for name in ("columns", "index_mapping_dir")}
+    return Records([path], list(fields), inspect, data_cfg=data_cfg, **options)
 
 
 def prompts_of(dataset, tokenizer):

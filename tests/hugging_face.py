@@ -65,150 +65,103 @@ def rms(kind: str, **settings) -> Callable[[], torch.nn.Module]:
     return causal_lm(kind, rms_norm_eps=1e-6, **settings)
 
 
+def llama(**keys) -> dict:
+    """NeMo's keys of a model of Llama's form."""
+    return NEMO_LLAMA | keys
+
+
 def rope(kind: str, theta: float = 10000.0, **more) -> dict:
     return dict(rope_type=kind, rope_theta=theta, **more)
 
 
+def partial_rope(share: float) -> dict:
+    return rope("default", partial_rotary_factor=share)
+
+
+def yarn(factor: float, positions: int, **more) -> dict:
+    return rope("yarn", factor=factor, original_max_position_embeddings=positions, **more)
+
+
+def nemo_yarn(factor: float, positions: int, **more) -> dict:
+    """NeMo's keys of `yarn`."""
+    more |= dict(rotary_scaling_factor=factor, original_max_position_embeddings=positions)
+    return dict(position_embedding_type="yarn") | {f"yarn_{key}": more[key] for key in more}
+
+
 def _gpt2() -> torch.nn.Module:
-    return transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(
-            vocab_size=VOCAB,
-            n_positions=POSITIONS,
-            n_embd=HIDDEN,
-            n_layer=LAYERS,
-            n_head=HEADS,
-            n_inner=FFN,
-            initializer_range=0.15,
-            layer_norm_epsilon=1e-6,
-            attn_implementation="eager",
-        )
-    )
+    sizes = dict(vocab_size=VOCAB, n_positions=POSITIONS, n_embd=HIDDEN, n_layer=LAYERS)
+    sizes |= dict(n_head=HEADS, n_inner=FFN, initializer_range=0.15, layer_norm_epsilon=1e-6)
+    config = transformers.GPT2Config(**sizes, attn_implementation="eager")
+    return transformers.GPT2LMHeadModel(config)
 
 
-_GELU_WITH_BIAS = dict(
-    normalization="layernorm", activation="gelu", bias=True, bias_activation_fusion=True
-)
+_GELU = dict(normalization="layernorm", activation="gelu", bias=True, bias_activation_fusion=True)
 _EXPERTS = dict(num_experts=EXPERTS, num_experts_per_tok=3, moe_intermediate_size=EXPERT_FFN)
 _NEMO_EXPERTS = dict(num_moe_experts=EXPERTS, moe_router_topk=3, moe_ffn_hidden_size=EXPERT_FFN)
-_GEMMA = NEMO_LLAMA | dict(kv_channels=16, activation="geglu", openai_gelu=True)
-_GEMMA |= dict(apply_embedding_scaling=True, layernorm_zero_centered_gamma=True)
-_GEMMA["share_embeddings_and_output_weights"] = True
-_OLMO = NEMO_LLAMA | dict(qk_layernorm=True, qk_layernorm_all_heads=True, norm_position="after")
-_GLM = NEMO_LLAMA | dict(qkv_bias=True, rotary_interleaved=True, rotary_percentage=0.5)
+# Hugging Face counts a position's own in its window, Megatron Core and NeMo do not. In the second
+# pair the first of two layers has it.
+_WINDOW, _NEMO_WINDOW = dict(sliding_window=100), dict(window_size=[99, 0])
+_ONE_WINDOW = _WINDOW | dict(layer_types=["sliding_attention", "full_attention"])
+_NEMO_ONE_WINDOW = _NEMO_WINDOW | dict(window_attn_skip_freq=2)
+_NEMO_LLAMA_3 = dict(rotary_base=500000.0, scale_positional_embedding=True)
+_YARN = dict(beta_fast=16.0, beta_slow=2.0, mscale=0.9, mscale_all_dim=0.4)
+_GRANITE = dict(embedding_multiplier=3.0, residual_multiplier=0.3, logits_scaling=0.5)
+_CAPS = dict(attn_logit_softcapping=3.0, final_logit_softcapping=2.0)
+_GEMMA = dict(head_dim=16, tie_word_embeddings=True)
+_NEMO_GEMMA = llama(kv_channels=16, activation="geglu", openai_gelu=True)
+_NEMO_GEMMA |= dict(apply_embedding_scaling=True, layernorm_zero_centered_gamma=True)
+_NEMO_GEMMA["share_embeddings_and_output_weights"] = True
+_NEMO_OLMO = llama(qk_layernorm=True, qk_layernorm_all_heads=True, norm_position="after")
+_GLM = dict(pad_token_id=0, head_dim=HEAD, attention_bias=True)
+_NEMO_GLM = llama(qkv_bias=True, rotary_interleaved=True, rotary_percentage=0.5)
 MODELS = {
     "Llama 2": Model(rms("Llama"), NEMO_LLAMA),
     "Llama 2, positions interpolated": Model(
         rms("Llama", rope_parameters=rope("linear", factor=4.0)),
-        NEMO_LLAMA | dict(seq_len_interpolation_factor=4.0),
+        llama(seq_len_interpolation_factor=4.0),
     ),
-    "Llama 3.1": Model(
-        rms("Llama", rope_parameters=LLAMA_3),
-        NEMO_LLAMA | dict(rotary_base=500000.0, scale_positional_embedding=True),
-    ),
+    "Llama 3.1": Model(rms("Llama", rope_parameters=LLAMA_3), llama(**_NEMO_LLAMA_3)),
     "Llama 3.2": Model(
         rms("Llama", rope_parameters=LLAMA_3 | dict(factor=32.0), tie_word_embeddings=True),
-        NEMO_LLAMA
-        | dict(
-            rotary_base=500000.0,
-            scale_positional_embedding=True,
-            scale_factor=32,
-            share_embeddings_and_output_weights=True,
-        ),
+        llama(**_NEMO_LLAMA_3, scale_factor=32, share_embeddings_and_output_weights=True),
     ),
-    # Hugging Face counts a position's own in its window, Megatron Core and NeMo do not.
-    "Mistral": Model(rms("Mistral", sliding_window=100), NEMO_LLAMA | dict(window_size=[99, 0])),
-    "Qwen 2": Model(rms("Qwen2"), NEMO_LLAMA | dict(qkv_bias=True)),
+    "Mistral": Model(rms("Mistral", **_WINDOW), llama(**_NEMO_WINDOW)),
+    "Qwen 2": Model(rms("Qwen2"), llama(qkv_bias=True)),
     "Qwen 2, windows in the later layers": Model(
-        rms("Qwen2", use_sliding_window=True, sliding_window=100, max_window_layers=1),
-        NEMO_LLAMA | dict(qkv_bias=True, window_size=[99, 0], window_attn_skip_freq=[0, 1]),
+        rms("Qwen2", use_sliding_window=True, max_window_layers=1, **_WINDOW),
+        llama(qkv_bias=True, window_attn_skip_freq=[0, 1], **_NEMO_WINDOW),
     ),
     "Qwen 2, YaRN": Model(
-        rms(
-            "Qwen2", rope_parameters=rope("yarn", factor=4.0, original_max_position_embeddings=300)
-        ),
-        NEMO_LLAMA
-        | dict(
-            qkv_bias=True,
-            position_embedding_type="yarn",
-            yarn_rotary_scaling_factor=4.0,
-            yarn_original_max_position_embeddings=300,
-        ),
+        rms("Qwen2", rope_parameters=yarn(4.0, 300)), llama(qkv_bias=True, **nemo_yarn(4.0, 300))
     ),
     "Llama 2, YaRN with all its settings": Model(
-        rms(
-            "Llama",
-            rope_parameters=rope(
-                "yarn",
-                theta=500000.0,
-                factor=8.0,
-                original_max_position_embeddings=150,
-                beta_fast=16.0,
-                beta_slow=2.0,
-                mscale=0.9,
-                mscale_all_dim=0.4,
-                truncate=False,
-            ),
-        ),
-        NEMO_LLAMA
-        | dict(
-            rotary_base=500000.0,
-            position_embedding_type="yarn",
-            yarn_rotary_scaling_factor=8.0,
-            yarn_original_max_position_embeddings=150,
-            yarn_beta_fast=16.0,
-            yarn_beta_slow=2.0,
-            yarn_mscale=0.9,
-            yarn_mscale_all_dim=0.4,
-            yarn_correction_range_round_to_int=False,
+        rms("Llama", rope_parameters=yarn(8.0, 150, theta=5e5, truncate=False, **_YARN)),
+        llama(
+            rotary_base=5e5, **nemo_yarn(8.0, 150, **_YARN, correction_range_round_to_int=False)
         ),
     ),
     "Granite": Model(
-        rms(
-            "Granite",
-            attention_multiplier=0.2,
-            embedding_multiplier=3.0,
-            residual_multiplier=0.3,
-            logits_scaling=0.5,
-        ),
-        NEMO_LLAMA
-        | dict(
-            query_pre_attn_scalar=25,
-            embedding_multiplier=3.0,
-            residual_multiplier=0.3,
-            logits_scaling=0.5,
-        ),
+        rms("Granite", attention_multiplier=0.2, **_GRANITE),
+        llama(query_pre_attn_scalar=25, **_GRANITE),
     ),
     "SmolLM 3": Model(
         rms("SmolLM3", no_rope_layer_interval=2, pad_token_id=0, rope_parameters=rope("default")),
-        NEMO_LLAMA | dict(no_rope_freq=2),
+        llama(no_rope_freq=2),
     ),
-    "Qwen 3": Model(
-        rms("Qwen3", head_dim=16), NEMO_LLAMA | dict(kv_channels=16, qk_layernorm=True)
-    ),
+    "Qwen 3": Model(rms("Qwen3", head_dim=16), llama(kv_channels=16, qk_layernorm=True)),
     # It stores queries, keys and values as one matrix, and the two halves of a SwiGLU.
     "Phi 3": Model(
-        rms(
-            "Phi3",
-            sliding_window=100,
-            pad_token_id=0,
-            rope_parameters=rope("default", partial_rotary_factor=0.75),
-        ),
-        NEMO_LLAMA | dict(window_size=[99, 0], rotary_percentage=0.75),
+        rms("Phi3", pad_token_id=0, rope_parameters=partial_rope(0.75), **_WINDOW),
+        llama(rotary_percentage=0.75, **_NEMO_WINDOW),
     ),
     "Mixtral": Model(
         rms("Mixtral", num_local_experts=EXPERTS, initializer_range=0.1),
-        NEMO_LLAMA | dict(rotary_base=1000000.0, num_moe_experts=EXPERTS, moe_router_topk=2),
+        llama(rotary_base=1000000.0, num_moe_experts=EXPERTS, moe_router_topk=2),
     ),
+    # With larger weights rounding would decide between two experts at one position.
     "Qwen 3 MoE": Model(
-        rms(
-            "Qwen3Moe",
-            # With larger weights rounding would decide between two experts at one position.
-            initializer_range=0.1,
-            head_dim=HEAD,
-            norm_topk_prob=True,
-            **_EXPERTS,
-        ),
-        NEMO_LLAMA | _NEMO_EXPERTS | dict(qk_layernorm=True),
+        rms("Qwen3Moe", initializer_range=0.1, head_dim=HEAD, norm_topk_prob=True, **_EXPERTS),
+        llama(qk_layernorm=True, **_NEMO_EXPERTS),
     ),
     # The first layer has no experts, and the weights of those of the second do not sum to 1.
     "Qwen 2 MoE": Model(
@@ -219,122 +172,76 @@ MODELS = {
             norm_topk_prob=False,
             **_EXPERTS,
         ),
-        NEMO_LLAMA
-        | _NEMO_EXPERTS
-        | dict(
+        llama(
             qkv_bias=True,
             moe_layer_freq=[0, 1],
             moe_router_pre_softmax=True,
             moe_shared_expert_intermediate_size=SHARED_FFN,
             moe_shared_expert_gate=True,
+            **_NEMO_EXPERTS,
         ),
     ),
-    "Gemma": Model(rms("Gemma", head_dim=16, tie_word_embeddings=True), _GEMMA),
-    # Two layers: the first has the window.
+    "Gemma": Model(rms("Gemma", **_GEMMA), _NEMO_GEMMA),
     "Gemma 2": Model(
-        rms(
-            "Gemma2",
-            head_dim=16,
-            tie_word_embeddings=True,
-            query_pre_attn_scalar=20,
-            sliding_window=100,
-            attn_logit_softcapping=3.0,
-            final_logit_softcapping=2.0,
-        ),
-        _GEMMA
-        | dict(
-            norm_position="both",
-            query_pre_attn_scalar=20,
-            window_size=[99, 0],
-            window_attn_skip_freq=2,
-            attn_logit_softcapping=3.0,
-            final_logit_softcapping=2.0,
-        ),
+        rms("Gemma2", query_pre_attn_scalar=20, **_GEMMA, **_WINDOW, **_CAPS),
+        _NEMO_GEMMA
+        | dict(norm_position="both", query_pre_attn_scalar=20, **_NEMO_ONE_WINDOW, **_CAPS),
     ),
     "Gemma 3": Model(
         rms(
             "Gemma3Text",
-            head_dim=16,
-            tie_word_embeddings=True,
             query_pre_attn_scalar=20,
-            sliding_window=100,
-            layer_types=["sliding_attention", "full_attention"],
             rope_parameters=dict(
                 sliding_attention=rope("default"),
                 full_attention=rope("linear", theta=1000000.0, factor=8.0),
             ),
+            **_GEMMA,
+            **_ONE_WINDOW,
         ),
-        _GEMMA
+        _NEMO_GEMMA
         | dict(
             norm_position="both",
             qk_layernorm=True,
             query_pre_attn_scalar=20,
-            window_size=[99, 0],
-            window_attn_skip_freq=2,
             rotary_base=1000000.0,
             rotary_base_local=10000.0,
             seq_len_interpolation_factor=8.0,
+            **_NEMO_ONE_WINDOW,
         ),
     ),
-    "OLMo 2": Model(rms("Olmo2", pad_token_id=0, rope_parameters=rope("default")), _OLMO),
+    "OLMo 2": Model(rms("Olmo2", pad_token_id=0, rope_parameters=rope("default")), _NEMO_OLMO),
     "OLMo 3": Model(
         rms(
             "Olmo3",
             pad_token_id=0,
-            sliding_window=100,
-            layer_types=["sliding_attention", "full_attention"],
             rope_parameters=dict(
                 sliding_attention=rope("default"),
-                full_attention=rope(
-                    "yarn",
-                    factor=8.0,
-                    original_max_position_embeddings=150,
-                    attention_factor=1.2079,
-                ),
+                full_attention=yarn(8.0, 150, attention_factor=1.2079),
             ),
+            **_ONE_WINDOW,
         ),
-        _OLMO
-        | dict(
-            window_size=[99, 0],
-            window_attn_skip_freq=2,
-            rotary_base_local=10000.0,
-            position_embedding_type="yarn",
-            yarn_rotary_scaling_factor=8.0,
-            yarn_original_max_position_embeddings=150,
-            yarn_mscale=0.2079 / (0.1 * math.log(8.0)),
-            yarn_mscale_all_dim=0.0,
-        ),
+        _NEMO_OLMO
+        | nemo_yarn(8.0, 150, mscale=0.2079 / (0.1 * math.log(8.0)), mscale_all_dim=0.0)
+        | dict(rotary_base_local=10000.0, **_NEMO_ONE_WINDOW),
     ),
     "Cohere 2": Model(
-        causal_lm(
-            "Cohere2",
-            layer_norm_eps=1e-6,
-            pad_token_id=0,
-            logit_scale=0.25,
-            sliding_window=100,
-            layer_types=["sliding_attention", "full_attention"],
-        ),
-        NEMO_LLAMA
-        | dict(
+        causal_lm("Cohere2", layer_norm_eps=1e-6, pad_token_id=0, logit_scale=0.25, **_ONE_WINDOW),
+        llama(
             normalization="layernorm",
             layernorm_bias=False,
             parallel_attention=True,
             rotary_interleaved=True,
             logits_scaling=4.0,
-            window_size=[99, 0],
-            window_attn_skip_freq=2,
             no_rope_freq=2,
+            **_NEMO_ONE_WINDOW,
         ),
     ),
-    "GLM": Model(rms("Glm", pad_token_id=0, head_dim=HEAD, attention_bias=True), _GLM),
-    "GLM 4": Model(
-        rms("Glm4", pad_token_id=0, head_dim=HEAD, attention_bias=True),
-        _GLM | dict(norm_position="both"),
-    ),
+    "GLM": Model(rms("Glm", **_GLM), _NEMO_GLM),
+    "GLM 4": Model(rms("Glm4", **_GLM), _NEMO_GLM | dict(norm_position="both")),
     "GPT-2": Model(
         _gpt2,
         NEMO
-        | _GELU_WITH_BIAS
+        | _GELU
         | dict(
             num_query_groups=None,
             position_embedding_type="learned_absolute",
@@ -343,7 +250,7 @@ MODELS = {
     ),
     "StarCoder 2": Model(
         causal_lm("Starcoder2", norm_epsilon=1e-6, sliding_window=None, use_bias=True),
-        NEMO_LLAMA | _GELU_WITH_BIAS,
+        llama(**_GELU),
     ),
     "Nemotron": Model(
         causal_lm(
@@ -352,10 +259,9 @@ MODELS = {
             initializer_range=0.08,  # its logits would be of other sizes than those of the others
             hidden_act="relu2",
             head_dim=HEAD,
-            rope_parameters=rope("default", partial_rotary_factor=0.5),
+            rope_parameters=partial_rope(0.5),
         ),
-        NEMO_LLAMA
-        | dict(normalization="layernorm1p", activation="squared-relu", rotary_percentage=0.5),
+        llama(normalization="layernorm1p", activation="squared-relu", rotary_percentage=0.5),
     ),
 }
 
@@ -364,20 +270,16 @@ MODELS = {
 # hidden_size / heads.
 ODD = dict(vocab_size=301, hidden_size=36, num_attention_heads=6, num_key_value_heads=2)
 ODD |= dict(head_dim=10, num_hidden_layers=3)
-# Models of the architectures that are read as folders of Hugging Face. The first words are the
-# architecture's.
 # Each unlike the others in its rows, norms, positions or experts
 FEW = ("Llama 3.1", "Gemma", "GPT-2", "Phi 3", "Mixtral", "Qwen 3")
+# Models of the architectures that are read as folders of Hugging Face. The first words are the
+# architecture's.
 FOLDERS: dict[str, Callable[[], torch.nn.Module]] = {
-    name: model.build for name, model in MODELS.items()
-} | {
+    **{name: model.build for name, model in MODELS.items()},
     "Llama, odd sizes": causal_lm("Llama", **ODD),
     "Qwen 2, odd sizes, tied": causal_lm("Qwen2", **ODD, tie_word_embeddings=True),
     "Llama 2, YaRN with a given scale": causal_lm(
-        "Llama",
-        rope_parameters=rope(
-            "yarn", factor=4.0, original_max_position_embeddings=300, attention_factor=1.25
-        ),
+        "Llama", rope_parameters=yarn(4.0, 300, attention_factor=1.25)
     ),
     "Qwen 3 MoE, experts in one layer": causal_lm(
         "Qwen3Moe",
@@ -398,11 +300,6 @@ def with_head(kind: str, name: str, labels: int = 1) -> torch.nn.Module:
     config.num_labels, config.pad_token_id = labels, 0
     auto = getattr(transformers, f"AutoModelFor{kind}")
     return randomized(lambda: auto.from_config(config, attn_implementation="eager"))
-
-
-def build(name: str) -> torch.nn.Module:
-    """The model `name` in evaluation mode."""
-    return randomized(MODELS[name].build)
 
 
 def randomized(build: Callable[[], torch.nn.Module]) -> torch.nn.Module:

@@ -59,10 +59,7 @@ TRAINING = {
     "seq_length": 48,
     "max_position_embeddings": 48,
     "padded_vocab_size": PADDED,
-    "vocab_size": None,
     "make_vocab_size_divisible_by": 128,
-    "hidden_dropout": 0.0,
-    "attention_dropout": 0.0,
     "params_dtype": torch.bfloat16,
     "attention_backend": AttnBackend.auto,
     "exit_signal": signal.SIGTERM,
@@ -70,31 +67,24 @@ TRAINING = {
     "cp_comm_type": ["p2p"],
     "moe_token_dispatcher_type": "alltoall",
     "moe_router_load_balancing_type": "seq_aux_loss",
-    "tensor_model_parallel_size": 1,
-    "pipeline_model_parallel_size": 1,
-    "expert_model_parallel_size": 1,
     "ckpt_format": "torch_dist",
-    "mtp_num_layers": None,
-    "spec": None,
     "position_embedding_type": "learned_absolute",
-    "add_position_embedding": True,
-    "swiglu": False,
-    "squared_relu": False,
-    "bias_gelu_fusion": False,
-    "group_query_attention": False,
     "num_query_groups": 1,  # as Megatron-LM says where there are none
-    "qk_layernorm": False,
     "normalization": "LayerNorm",
     "norm_epsilon": 1e-5,
-    "add_bias_linear": True,
-    "untie_embeddings_and_output_weights": False,
     "rotary_base": 10000,
     "rotary_percent": 1.0,
-    "use_rope_scaling": False,
-    "num_experts": None,
-    "moe_ffn_hidden_size": None,
     "moe_router_topk": 2,
+    "add_position_embedding": True,
+    "add_bias_linear": True,
 }
+TRAINING |= dict.fromkeys(["hidden_dropout", "attention_dropout"], 0.0)
+PARALLEL = ("tensor_model", "pipeline_model", "expert_model", "context")
+TRAINING |= {f"{name}_parallel_size": 1 for name in PARALLEL[:3]}
+OFF = "swiglu squared_relu bias_gelu_fusion group_query_attention qk_layernorm use_rope_scaling"
+TRAINING |= dict.fromkeys([*OFF.split(), "untie_embeddings_and_output_weights"], False)
+NOT_SET = "vocab_size mtp_num_layers spec num_experts moe_ffn_hidden_size"
+TRAINING |= dict.fromkeys(NOT_SET.split())
 LLAMA = {"group_query_attention": True, "num_query_groups": 2, "swiglu": True}
 LLAMA |= {"add_bias_linear": False, "normalization": "RMSNorm", "norm_epsilon": 1e-6}
 LLAMA |= {"untie_embeddings_and_output_weights": True, "position_embedding_type": "rope"}
@@ -111,10 +101,8 @@ def args_of(kind: str, **changes) -> argparse.Namespace:
 
 def gpt(kind: str, **fields) -> GPTModel:
     """A model of Megatron Core with random weights."""
-    names = "tensor_model", "pipeline_model", "context", "expert_model"
-    sizes = {f"{name}_parallel_size": 1 for name in names}
-    sizes["virtual_pipeline_model_parallel_size"] = None
-    parallel_state.initialize(seed=1, **sizes)
+    sizes = {f"{name}_parallel_size": 1 for name in PARALLEL}
+    parallel_state.initialize(seed=1, virtual_pipeline_model_parallel_size=None, **sizes)
     torch.manual_seed(3)
     plain = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "use_cpu_initialization": True}
     keys = FIELDS[kind] | fields
@@ -151,6 +139,12 @@ def save(model: GPTModel, root: Path, common: dict, name: str = "iter_0000010") 
     return root / name
 
 
+def _target(name: str, *arguments) -> dict:
+    """A value in a file of Megatron-Bridge: an object, or what it returns."""
+    called = {"_call_": True, "_args_": list(arguments)} if arguments else {"_call_": False}
+    return {"_target_": name, **called}
+
+
 def bridge_config(kind: str, **changes) -> dict:
     """Section `model` of a `run_config.yaml` of Megatron-Bridge."""
     fields = SIZES | FIELDS[kind] | ARGUMENTS[kind]
@@ -158,16 +152,11 @@ def bridge_config(kind: str, **changes) -> dict:
     return fields | {
         "_target_": "megatron.bridge.models.gpt_provider.GPTModelProvider",
         "activation_func": {"_target_": f"torch.nn.functional.{function.__name__}"},
-        "attention_backend": {
-            "_target_": "megatron.core.transformer.enums.AttnBackend",
-            "_call_": True,
-            "_args_": [5],
-        },
-        "transformer_layer_spec": {
-            "_target_": "megatron.bridge.models.gpt_provider.default_layer_spec",
-            "_call_": False,
-        },
-        "params_dtype": {"_target_": "torch.bfloat16", "_call_": False},
+        "attention_backend": _target("megatron.core.transformer.enums.AttnBackend", 5),
+        "transformer_layer_spec": _target(
+            "megatron.bridge.models.gpt_provider.default_layer_spec"
+        ),
+        "params_dtype": _target("torch.bfloat16"),
         "seq_length": 48,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,

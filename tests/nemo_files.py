@@ -21,8 +21,9 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from omegaconf import OmegaConf
 
-from nemo_aligner.checkpoint import dist_ckpt
+from nemo_aligner.checkpoint import dist_ckpt, sources
 from nemo_aligner.checkpoint.file_references import unmarked
+from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 
 COLUMN = ("word_embeddings.weight", "output_layer.weight")
 COLUMN += ("linear_qkv.weight", "linear_qkv.bias", "linear_fc1.weight", "linear_fc1.bias")
@@ -136,8 +137,7 @@ def write_zarr(model, folder: Path, chunk_rows: int = 3, dtype="<f4", **array) -
 def write_zarr_array(folder: Path, value: torch.Tensor, chunk_rows: int, dtype: str, **other):
     """One array in chunks of one layer and `chunk_rows` rows (the last may be beyond its end)."""
     folder.mkdir()
-    by_layer = value.dim() - (1 if "layer_norm" in folder.name or "bias" in folder.name else 2) > 0
-    by_layer = by_layer and ".layers." in folder.name
+    by_layer = ".layers." in folder.name
     chunks = [1 if by_layer and axis == 0 else size for axis, size in enumerate(value.shape)]
     rows = 1 if by_layer else 0
     chunks[rows] = min(chunk_rows, chunks[rows])
@@ -208,6 +208,18 @@ def packed(folder: Path) -> Path:
         tar.add(folder, arcname=".")
     shutil.rmtree(folder)
     return path
+
+
+def restore(path) -> None:
+    """As a job does."""
+    MegatronGPTModel.restore_from(path)
+
+
+def convert(path) -> None:
+    """What the converter reads first."""
+    sources.read_config(path)
+    with sources.open_source(path).tensors() as tensors:
+        tensors.shapes()
 
 
 class Harmful:

@@ -27,23 +27,15 @@ FUSED = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
 SEPARATE = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 # Models of `hugging_face.FOLDERS` and all modules of theirs that can have adapters
 MODULES = {
-    "Llama, odd sizes": SEPARATE,
-    "Qwen 2": SEPARATE,  # biases
-    "Gemma": SEPARATE,
-    "Gemma 2": SEPARATE,
-    "OLMo 3": SEPARATE,
-    "Cohere 2": SEPARATE,
-    "Granite": SEPARATE,
+    **dict.fromkeys(("Llama, odd sizes", "Qwen 2", "Gemma", "Gemma 2", "OLMo 3"), SEPARATE),
+    **dict.fromkeys(("Cohere 2", "Granite", "Mistral", "Qwen 3"), SEPARATE),
+    # Layers with and without experts
+    **dict.fromkeys(("Mixtral", "Qwen 2 MoE", "Qwen 3 MoE"), SEPARATE[:4]),
     "GLM 4": FUSED_MLP,
-    "Mistral": SEPARATE,
-    "Qwen 3": SEPARATE,
     "Nemotron": [name for name in SEPARATE if name != "gate_proj"],
     "GPT-2": ["c_attn", "attn.c_proj", "c_fc", "mlp.c_proj"],
     "Phi 3": FUSED,
     "StarCoder 2": ["q_proj", "k_proj", "v_proj", "o_proj", "c_fc", "mlp.c_proj"],
-    "Mixtral": SEPARATE[:4],
-    "Qwen 2 MoE": SEPARATE[:4],  # layers with and without experts
-    "Qwen 3 MoE": SEPARATE[:4],
 }
 TOKENS = torch.randint(0, 300, (2, 40), generator=torch.Generator().manual_seed(1))
 

@@ -85,8 +85,8 @@ def logprobs_by_hand(model, tokens, temperature=1.0):
     return distribution.log_prob(tokens[:, 1:]).float(), distribution.entropy().float()
 
 
-def assert_gradients_of(plain, model):
+def assert_gradients_of(plain, model, rtol=1e-4, atol=1e-6):
     """The gradients of `model` are those of `plain`, a module that PyTorch alone has trained."""
     ours = model.unwrapped()[0].parameters()
     for (name, parameter), own in zip(plain.named_parameters(), ours, strict=True):
-        torch.testing.assert_close(own.main_grad, parameter.grad, rtol=1e-4, atol=1e-6, msg=name)
+        torch.testing.assert_close(own.main_grad, parameter.grad, rtol=rtol, atol=atol, msg=name)

@@ -21,13 +21,6 @@ from nemo_aligner.config.defaults import complete_model
 from nemo_aligner.config.values import plain_dict
 from nemo_aligner.core.errors import UserError
 
-# --- fields of Megatron Core's `TransformerConfig` and arguments of its `GPTModel`, and the keys
-# of `model` that they become ---
-#
-# Fields in none of `SAME`, `RENAMED`, `EXPERTS`, `ACTIVATIONS` and `IGNORED` must have their
-# default. Of the some 700 `args` of Megatron-LM those count that say what the model computes:
-# these fields, `ARGUMENTS`, `NEUTRAL` and what `argument_keys` reads.
-
 SAME = frozenset(
     """num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels
     hidden_dropout attention_dropout layernorm_epsilon layernorm_zero_centered_gamma qk_layernorm
@@ -230,8 +223,8 @@ def argument_keys(args: Mapping[str, Any], refusal: Refusal) -> dict[str, Any]:
     untied = args.get("untie_embeddings_and_output_weights", False)
     keys["share_embeddings_and_output_weights"] = not untied
     for name in NEUTRAL:
-        if args.get(name) not in (None, False):
-            raise refusal(name, args[name])
+        if (value := args.get(name)) is not None and value is not False:
+            raise refusal(name, value)
     spec = args.get("spec")
     if spec and str(spec[-1]) not in LAYER_SPECS:
         raise refusal("spec", spec)

@@ -101,28 +101,31 @@ class Source(PathLike[str]):
 
     @contextlib.contextmanager
     def opened(
-        self, base: "Source | None" = None, is_merged: bool = True
+        self, base: "Source | None" = None, is_merged: bool = True, option: str = ""
     ) -> Iterator[tuple[DictConfig, adapters.Base | None, TensorSource, TensorSource]]:
         """`stored_config`, the base of adapters (None: there are none), `own_tensors` and
         `tensors`; all ranks enter it together. `base`: to take for the one that adapters name.
-        Without `is_merged` it is read, and the last are merged, if it is given.
+        Without `is_merged` it is read, and the last are merged, if it is given. `option`: what of
+        a command is for adapters alone.
 
         Raises:
-            UserError: as `tensors`; or `base` is given, but the checkpoint holds no adapters.
+            UserError: as `tensors`; or `base` or `option` is given, but there are no adapters.
         """
         model = None if base is None else base.config()
         config = self.stored_config(model)
         named = adapters.base_in(config)
-        if named is None and base is not None:
+        option = option or "--base" * (base is not None)
+        if named is None and option:
             raise UserError(
-                f"--base is for adapters, but {self} holds a model with all its weights; leave it "
-                "out."
+                f"{option} is for adapters, but {self} holds a model with all its weights: there "
+                "is nothing to merge."
             )
+        if named is not None and is_merged:
+            base = base or self._base(named)
         with self.own_tensors(model) as own:
-            if named is None or (base is None and not is_merged):
+            if named is None or base is None:
                 yield config, named, own, own
                 return
-            base = base or self._base(named)
             with base.tensors() as tensors:
                 found = adapters.checksum_of_source(tensors)
                 adapters.check_base(named, found, str(self), f"{base}, as it is now,")

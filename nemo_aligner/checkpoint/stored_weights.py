@@ -81,9 +81,8 @@ def load_weights(source: TensorSource, sharded: Sharded) -> Sharded:
     """
 
     def value(item: Any) -> Any:
-        if isinstance(
-            item, mapping.ShardedTensorFactory
-        ):  # several tensors in one, such as SwiGLU's
+        # Several tensors in one, such as SwiGLU's.
+        if isinstance(item, mapping.ShardedTensorFactory):
             return item.merge_fn(dict_list_map_outplace(value, item.build()))
         if isinstance(item, ShardedTensor):
             return _tensor(source, item)

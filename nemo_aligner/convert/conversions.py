@@ -130,11 +130,7 @@ def merge(source: Path, target: Path, options: Options) -> None:
     base is absent or another one, or the target exists.
     """
     target = check_target(source, target, options)
-    with _opened(source, options, "ADAPTERS") as (section, base, weights):
-        if base is None:
-            raise UserError(
-                f"{source} holds a model with all its weights; there is nothing to merge."
-            )
+    with _opened(source, options, "ADAPTERS", option="merge-lora") as (section, _base, weights):
         _write_nemo(target, section, weights, options)
 
 
@@ -177,15 +173,17 @@ def _nbytes(chunk: Chunk) -> int:
 
 @contextlib.contextmanager
 def _opened(
-    source: Path, options: Options, key: str, is_merged: bool = True
+    source: Path, options: Options, key: str, is_merged: bool = True, option: str = ""
 ) -> Iterator[tuple[DictConfig, adapters.Base | None, TensorSource]]:
     """Configuration, the base of adapters (None: there are none) and weights, or without
-    `is_merged` those of adapters alone; `UserError`: `source`, called `key`, does not load.
+    `is_merged` those of adapters alone; `UserError`: `source`, called `key`, does not load, or
+    holds no adapters although `option` is given.
     """
     checkpoint, own = open_source(source, key), options.tokenizer
     if own is not None and not own.exists():
         raise UserError(f"--tokenizer={own} does not exist; give a folder or a file.")
-    with checkpoint.opened(options.base_source(), is_merged) as (section, base, alone, weights):
+    opened = checkpoint.opened(options.base_source(), is_merged, option)
+    with opened as (section, base, alone, weights):
         if own is not None:
             kind = ("huggingface", "type") if own.is_dir() else ("sentencepiece", "model")
             section.tokenizer = {"library": kind[0], kind[1]: str(own.expanduser().absolute())}
@@ -211,12 +209,8 @@ def from_nemo(source: Path, target: Path, options: Options) -> None:
     """
     target = check_target(source, target, options)
     is_merged, dtype = options.merged is not False, DTYPES.get(options.dtype)
-    with _opened(source, options, "NEMO", is_merged) as (section, base, weights):
-        if base is None and options.merged:
-            raise UserError(
-                f"--merged is for adapters, but {source} holds a model with all its weights; "
-                "leave it out."
-            )
+    option = "--merged" * bool(options.merged)
+    with _opened(source, options, "NEMO", is_merged, option) as (section, base, weights):
         if base is not None and not is_merged:
             if options.architecture is not None:
                 raise UserError(

@@ -141,13 +141,13 @@ def read_architecture(
     ffn = v.size("model.ffn_hidden_size")
     learned = model["position_embedding_type"] == "learned_absolute"
     number_bytes = FP32 if dtype_name(model["precision"]) == "float32" else BF16
-    pattern = model.get("moe_layer_freq") or 1
+    layers, pattern = v.size("model.num_layers"), (experts and model.get("moe_layer_freq")) or 1
     if isinstance(pattern, int):
-        pattern = [layer % pattern == 0 for layer in range(model["num_layers"])]
-    dense_layers = tuple(layer for layer, has_experts in enumerate(pattern) if not has_experts)
+        pattern = [layer % pattern == 0 for layer in range(layers)]
+    dense_layers = (layer for layer, has_experts in enumerate(pattern) if not has_experts)
     narrow_head = str(model.get("force_head_dtype", "float32")).lower() in ("bf16", "bfloat16")
     return Architecture(
-        layers=v.size("model.num_layers"),
+        layers=layers,
         hidden=hidden,
         ffn=ffn,
         heads=heads,
@@ -174,7 +174,7 @@ def read_architecture(
         experts_per_token=v.whole("model.moe_router_topk") or 0 if experts else 0,
         shared_ffn=(model.get("moe_shared_expert_intermediate_size") or 0) if experts else 0,
         shared_gate=bool(model.get("moe_shared_expert_gate")),
-        dense_layers=dense_layers if experts else (),
+        dense_layers=tuple(dense_layers),
         number_bytes=number_bytes,
         head_outputs=head_outputs,
         # The head is never narrower than the model.

@@ -307,7 +307,9 @@ class Timer:
         """Seconds since the start; 0 before it."""
         return 0.0 if self._start is None else time.monotonic() - self._start
 
-    get_time_elapsed = elapsed_s  # NeMo-Aligner's name
+    def get_time_elapsed(self) -> float:
+        """`elapsed_s`, by NeMo-Aligner's name."""
+        return self.elapsed_s()
 
     def get_time_remaining(self) -> float:
         """Seconds until the limit; infinite without one."""

@@ -60,41 +60,34 @@ def messages_of(conversation):
 # ----------------------------------------------------------------------------------------- masks
 
 
-@every_family
-def test_masks_are_those_of_the_characters(name, folders, tokenizers):
-    family, form = FAMILIES[name], ChatTemplate(tokenizers[name])
-    for conversation in conversations(1, family.takes_system):
-        encoded = form.encode_messages(messages_of(conversation), {})
-        ids, mask = slow_encoding(folders[name], family.write(conversation))
-        assert encoded.tokens == ids
-        assert encoded.is_response == mask
+def form_of(folder, name="chatml", template=None, **options):
+    """The form of a tokenizer of the family `name` with its chat template, or another one."""
+    return ChatTemplate(
+        AutoTokenizer(write_tokenizer(folder, FAMILIES[name], template, **options))
+    )
 
 
-@every_family
-def test_a_prompt_is_the_beginning_of_its_conversation(name, folders, tokenizers):
-    """What a rollout starts from is what the supervised sample has before the response."""
-    family, form = FAMILIES[name], ChatTemplate(tokenizers[name])
-    for conversation in conversations(2, family.takes_system):
-        encoded = form.encode_messages(messages_of(conversation), {})
-        prompt = form.prompt_tokens(messages_of(conversation[:-1]))
-        before = [*family.write(conversation[:-1]), (family.generation_prompt, True)]
-        text = "".join(text for text, _ in before)
-        assert tokenizers[name].tokenizer.decode(prompt) == text
-        assert encoded.tokens[: len(prompt)] == prompt
-        assert not any(encoded.is_response[len(prompt) - 1 : len(prompt)])
-        assert all(encoded.is_response[len(prompt) :])
-
-
-@pytest.mark.parametrize("name", ["mistral", "llama3", "gemma"])
-def test_masks_with_a_tokenizer_that_marks_spaces(name, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "metaspace"),
+    [*((name, False) for name in FAMILIES), ("mistral", True), ("llama3", True), ("gemma", True)],
+)
+def test_masks_are_those_of_the_characters(name, metaspace, tmp_path):
+    """Also with a tokenizer that marks spaces, which has no characters beyond ASCII. And a prompt
+    of a rollout is what the supervised sample has before the response.
+    """
     family = FAMILIES[name]
-    folder = write_tokenizer(tmp_path, family, metaspace=True)
+    folder = write_tokenizer(tmp_path, family, metaspace=metaspace)
     form = ChatTemplate(AutoTokenizer(folder))
-    for conversation in conversations(3, family.takes_system):
-        plain = lambda text: text.encode("ascii", "ignore").decode()
-        conversation = [(role, plain(text)) for role, text in conversation]
+    for conversation in conversations(1, family.takes_system):
+        if metaspace:
+            plain = lambda text: text.encode("ascii", "ignore").decode()
+            conversation = [(role, plain(text)) for role, text in conversation]
         encoded = form.encode_messages(messages_of(conversation), {})
         assert tuple(encoded) == slow_encoding(folder, family.write(conversation))
+        prompt = form.prompt_tokens(messages_of(conversation[:-1]))
+        assert encoded.tokens[: len(prompt)] == prompt
+        assert encoded.is_response.index(True, len(prompt) - 1) == len(prompt)
+        assert all(encoded.is_response[len(prompt) :])
 
 
 def test_text_that_joins_the_generation_prompt_is_tokenized_as_in_a_rollout(tokenizers):
@@ -109,16 +102,6 @@ def test_text_that_joins_the_generation_prompt_is_tokenized_as_in_a_rollout(toke
     assert encoded.tokens[: len(prompt)] == prompt
     assert encoded.tokens[len(prompt) :] == tokenizer.text_to_ids("\n\nthe film<|im_end|>")
     assert encoded.is_response == [place >= len(prompt) for place in range(len(encoded.tokens))]
-
-
-def test_pieces_that_a_tokenizer_writes_otherwise_are_refused(tmp_path):
-    """No special token or space stands between prompt and response, and pieces get a space."""
-    end = "{% if m.role == 'assistant' %}</s>{% endif %}"
-    template = "{% for m in messages %}{{ m.content }}" + end + "{% endfor %}"
-    folder = write_tokenizer(tmp_path, FAMILIES["mistral"], template, metaspace=True)
-    form = ChatTemplate(AutoTokenizer(folder))
-    with pytest.raises(UserError, match="the tokenizer joins the text before and after a respons"):
-        form.encode_messages(messages_of([("user", "the fi"), ("assistant", "lm")]), {})
 
 
 def test_a_template_file_takes_the_place_of_the_tokenizers_own(tokenizers, tmp_path):
@@ -173,26 +156,30 @@ def test_a_template_that_shows_no_turns_is_refused(tmp_path):
     """It keeps thoughts in the last turn only, so that an earlier turn is not what a rollout of
     that turn would be.
     """
-    template = FAMILIES["chatml"].template.replace(
-        "message['content']",
-        "(message['content'] if loop.last else message['content'].split('</think>')[-1])",
-    )
-    folder = write_tokenizer(tmp_path, FAMILIES["chatml"], template)
-    form = ChatTemplate(AutoTokenizer(folder))
+    last_only = "(message['content'] if loop.last else message['content'].split('</think>')[-1])"
+    template = FAMILIES["chatml"].template
+    form = form_of(tmp_path, template=template.replace("message['content']", last_only))
     turns = [("user", "hello"), ("assistant", "<think>2 + 2</think>It is 4.")]
     assert any(form.encode_messages(messages_of(turns), {}).is_response)
     with pytest.raises(UserError, match="message 2 are.*2 \\+ 2.*Set model.data.one_turn_per_sam"):
         form.encode_messages(messages_of(turns * 2), {})
-    other = FAMILIES["chatml"].template.replace("assistant\\n' }}{% endif", "bot\\n' }}{% endif")
-    (tmp_path / "other.jinja").write_text(other)
-    form = ChatTemplate(AutoTokenizer(folder), str(tmp_path / "other.jinja"))
+    other = template.replace("assistant\\n' }}{% endif", "bot\\n' }}{% endif")
     with pytest.raises(UserError, match="with its generation prompt, is not the beginning"):
-        form.encode_messages(messages_of(turns), {})
+        form_of(tmp_path, template=other).encode_messages(messages_of(turns), {})
+
+
+def test_pieces_that_a_tokenizer_writes_otherwise_are_refused(tmp_path):
+    """No special token or space stands between prompt and response, and pieces get a space."""
+    end = "{% if m.role == 'assistant' %}</s>{% endif %}"
+    template = "{% for m in messages %}{{ m.content }}" + end + "{% endfor %}"
+    form = form_of(tmp_path, "mistral", template, metaspace=True)
+    with pytest.raises(UserError, match="the tokenizer joins the text before and after a respons"):
+        form.encode_messages(messages_of([("user", "the fi"), ("assistant", "lm")]), {})
 
 
 def test_a_template_without_an_end_is_refused_for_training(tmp_path):
     template = "{% for m in messages %}{{ m.role + ': ' + m.content + '\\n' }}{% endfor %}"
-    form = ChatTemplate(AutoTokenizer(write_tokenizer(tmp_path, FAMILIES["chatml"], template)))
+    form = form_of(tmp_path, template=template)
     assert form.end_strings == ()
     with pytest.raises(UserError, match="writes no special token after a response.*eos_token"):
         form.encode_messages(messages_of([("user", "a"), ("assistant", "b")]), {})
@@ -243,15 +230,19 @@ def test_the_default_form_ends_responses_to_conversations_alone(lines, ends, tok
 
 
 def test_the_default_form_ends_responses_of_self_play(tokenizers, write):
-    section = {"label_key": "output"}
     plain = {"input": "hello", "output": "a"}
     for record, ends in ((plain, ()), ({**plain, **TALK}, ()), (TALK, ("<|im_end|>",))):
-        data = {"train_ds": section | {"file_path": [write(record)]}}
+        data = {"train_ds": {"label_key": "output", "file_path": [write(record)]}}
         assert chat_end_strings(data, tokenizers["chatml"]) == ends
 
 
-def test_a_policy_of_plain_prompts_ends_them_as_without_a_template(tmp_path, write):
-    """Nor is a template asked that would refuse."""
+def test_a_policy_of_plain_prompts_ends_them_as_without_a_template(folders, tmp_path, write):
+    """Nor is a template asked that would refuse. With one its end-of-turn token ends responses,
+    which is not the tokenizer's eos.
+    """
+    actor = MegatronGPTActorModel(tiny_config(folders["llama3"], ppo=PPO, data=TEMPLATE))
+    assert actor.generation_params.end_strings == ("<|eot_id|>",)
+    assert actor.tokenizer.text_to_ids("<|eot_id|>")[0] != actor.tokenizer.eos_id
     template = "{{ raise_exception('of no use') }}"
     folder = write_tokenizer(tmp_path / "refuses", FAMILIES["chatml"], template)
     data = {"chat_template": None, "data_prefix": {"train": [write(PLAIN)]}}
@@ -259,14 +250,6 @@ def test_a_policy_of_plain_prompts_ends_them_as_without_a_template(tmp_path, wri
     assert actor.generation_params.end_strings == ()
     with pytest.raises(UserError, match="of no use"):
         chat_end_strings({"data_prefix": write(TALK)}, actor.tokenizer)
-
-
-def test_a_policy_ends_its_responses_there(folders):
-    """The end-of-turn token is not the tokenizer's eos."""
-    cfg = tiny_config(folders["llama3"], ppo=PPO, data=TEMPLATE)
-    actor = MegatronGPTActorModel(cfg)
-    assert actor.generation_params.end_strings == ("<|eot_id|>",)
-    assert actor.tokenizer.text_to_ids("<|eot_id|>")[0] != actor.tokenizer.eos_id
 
 
 # -------------------------------------------------------------------------------------- datasets
@@ -469,10 +452,9 @@ def test_a_conversation_does_not_begin_with_the_assistant(tokenizers, write):
 
 
 def test_content_that_a_template_leaves_out_is_refused(tmp_path, write):
-    template = FAMILIES["chatml"].template.replace(
-        "{% for message in messages %}",
-        "{% for message in messages if message['role'] != 'system' %}",
-    )
+    loop = "{% for message in messages %}"
+    no_system = loop.replace(" %}", " if message['role'] != 'system' %}")
+    template = FAMILIES["chatml"].template.replace(loop, no_system)
     tokenizer = AutoTokenizer(write_tokenizer(tmp_path / "t", FAMILIES["chatml"], template))
     path = write(GOOD, GOOD | {"system": "Be kind."})
     with pytest.raises(UserError, match=r"line 2: .* leaves out what message 1 \(role 'system'\)"):

@@ -9,6 +9,7 @@ import io
 import json
 import logging
 import os
+import pkgutil
 import re
 import shutil
 import tarfile
@@ -16,13 +17,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from nemo_aligner.checkpoint import checksums, sources
+from nemo_aligner.checkpoint import checksums, folders
 from nemo_aligner.checkpoint.checkpointing import CheckpointCallback
 from nemo_aligner.checkpoint.checksums import file_checksum, warn_once
 from nemo_aligner.core.errors import DamagedFileError, SaveError, UserError
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRewardModel
 from tests.cases import some_of
+from tests.nemo_files import convert, restore
 from tests.tiny_models import tiny_config
 
 pytestmark = pytest.mark.slow
@@ -58,16 +60,6 @@ def files_of(folder):
     return sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
 
 
-def restore(path):
-    MegatronGPTModel.restore_from(path)
-
-
-def convert(path):
-    sources.read_config(path)
-    with sources.open_source(path).tensors() as tensors:
-        tensors.shapes()
-
-
 @pytest.mark.parametrize("read", [restore, convert])
 def test_a_flipped_bit_in_any_file_of_a_nemo_folder_is_found(nemo, tmp_path, read):
     names = files_of(nemo / "folder")
@@ -97,18 +89,17 @@ def test_a_flipped_bit_in_any_member_of_a_nemo_file_is_found(nemo, tmp_path, rea
     read(nemo / "model.nemo")
 
 
-def test_files_without_checksums_load_with_a_warning(nemo, tmp_path, caplog):
+def test_files_without_checksums_load_with_a_warning(nemo, tmp_path, warnings):
     folder = shutil.copytree(nemo / "folder", tmp_path / "nemo")
     (folder / "CHECKSUMS.xxh128").unlink()
     with tarfile.open(tmp_path / "old.nemo", "w") as tar:
         tar.add(folder, arcname=".")
     for path in (folder, tmp_path / "old.nemo"):
         warn_once.cache_clear()
-        caplog.clear()
-        with caplog.at_level(logging.WARNING, logger="nemo_logger"):
-            restore(path)
-        said = [r.getMessage() for r in caplog.records if "has no CHECKSUMS" in r.getMessage()]
-        assert len(said) == 1 and str(path) in said[0]
+        warnings.clear()
+        restore(path)
+        (said,) = [text for text in warnings if "has no CHECKSUMS" in text]
+        assert str(path) in said
 
 
 # --- checkpoints of a job ---
@@ -132,6 +123,12 @@ def saved(tiny_tokenizer_dir, tmp_path_factory):
 @pytest.fixture(scope="module")
 def other_job(tiny_tokenizer_dir):
     return job(tiny_tokenizer_dir)
+
+
+@pytest.fixture
+def folder(saved, tmp_path):
+    """A copy of `saved`."""
+    return shutil.copytree(saved, tmp_path / "job")
 
 
 def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_taken(
@@ -159,14 +156,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_taken(
     assert callback.load_latest() == {"step": 2} and aside.is_dir()
 
 
-def test_a_torn_state_does_not_hide_the_others(saved, other_job, tmp_path):
-    folder = shutil.copytree(saved, tmp_path / "job")
-    (folder / "checkpoints/checkpoint-step=2/state.json").write_bytes(b'{"save_number": null}')
-    assert list(CheckpointCallback(folder, *other_job, name="rm").saved_at("step")) == [1]
-
-
-def test_a_checkpoint_that_the_user_names_is_not_set_aside(saved, other_job, tmp_path):
-    folder = shutil.copytree(saved, tmp_path / "job")
+def test_a_checkpoint_that_the_user_names_is_not_set_aside(folder, other_job):
     named = folder / "checkpoints/checkpoint-step=2"
     flip(named / "weights/__0_0.distcp", 5000)
     with pytest.raises(DamagedFileError, match=r"weights/__0_0.distcp .* use another checkpoint"):
@@ -176,14 +166,12 @@ def test_a_checkpoint_that_the_user_names_is_not_set_aside(saved, other_job, tmp
         MegatronGPTRewardModel.restore_from(named)
 
 
-def test_an_older_checkpoint_loads_with_a_warning(saved, other_job, tmp_path, caplog):
-    folder = shutil.copytree(saved, tmp_path / "job")
+def test_an_older_checkpoint_loads_with_a_warning(folder, other_job, warnings):
     newest = folder / "checkpoints/checkpoint-step=2"
     (newest / "CHECKSUMS.xxh128").unlink()
     (newest / "COMPLETE").write_bytes(b"")
-    with caplog.at_level(logging.WARNING, logger="nemo_logger"):
-        assert CheckpointCallback(folder, *other_job, name="rm").load_latest() == {"step": 2}
-    assert any("has no CHECKSUMS.xxh128" in r.getMessage() for r in caplog.records)
+    assert CheckpointCallback(folder, *other_job, name="rm").load_latest() == {"step": 2}
+    assert any("has no CHECKSUMS.xxh128" in text for text in warnings)
     # A torn one of that time: one message.
     (newest / "weights/__0_0.distcp").write_bytes(b"cut")
     with pytest.raises(UserError, match=f"{newest}.* damaged or incomplete"):
@@ -205,11 +193,7 @@ def die_at(monkeypatch, target, count):
     """Raise `Death` in place of the call number `count` (from 1; 0: of none) of `target`; returns
     what was called.
     """
-    import importlib
-
-    module_name, function = target.rsplit(".", 1)
-    module = importlib.import_module(module_name)
-    original, calls = getattr(module, function), []
+    original, calls = pkgutil.resolve_name(target), []
 
     def call(*arguments, **named):
         calls.append(arguments)
@@ -217,7 +201,7 @@ def die_at(monkeypatch, target, count):
             raise Death
         return original(*arguments, **named)
 
-    monkeypatch.setattr(module, function, call)
+    monkeypatch.setattr(target, call)
     return calls
 
 
@@ -236,10 +220,9 @@ def die_at(monkeypatch, target, count):
 )
 @pytest.mark.parametrize("step", [2, 3], ids=["same name", "new name"])
 def test_death_at_any_point_of_a_save_leaves_a_whole_checkpoint(
-    saved, other_job, tmp_path, monkeypatch, target, step
+    folder, other_job, monkeypatch, target, step
 ):
     """Death while step 2 is saved again, and while step 3 is and step 1 goes."""
-    folder = shutil.copytree(saved, tmp_path / "job")
     callback = CheckpointCallback(folder, *other_job, name="rm", save_top_k=0)
     with monkeypatch.context() as patch:
         die_at(patch, target, 1)
@@ -255,9 +238,8 @@ def test_death_at_any_point_of_a_save_leaves_a_whole_checkpoint(
         assert resumed.is_sound(folder / "checkpoints" / name)
 
 
-def test_a_checkpoint_that_does_not_fit_is_refused(saved, other_job, tmp_path, monkeypatch):
+def test_a_checkpoint_that_does_not_fit_is_refused(folder, other_job, monkeypatch):
     """There is room for three quarters of the weights, more than is ever written of them here."""
-    folder = shutil.copytree(saved, tmp_path / "job")
     weights = (folder / "checkpoints/checkpoint-step=2/weights/__0_0.distcp").stat().st_size
     real = os.statvfs
 
@@ -279,9 +261,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused(saved, other_job, tmp_path, m
 
 
 @pytest.mark.parametrize("async_save", [False, True])
-def test_a_save_that_cannot_write_is_named(saved, other_job, tmp_path, monkeypatch, async_save):
-    folder = shutil.copytree(saved, tmp_path / "job")
-
+def test_a_save_that_cannot_write_is_named(folder, other_job, monkeypatch, async_save):
     def write_durably(*_arguments):
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
@@ -329,17 +309,15 @@ def test_the_nemo_of_a_job_that_died_before_it_is_written_at_the_next_start(
     MegatronGPTRewardModel.restore_from(nemo_file)
 
 
-def test_the_mark_goes_first(saved, tmp_path, monkeypatch):
+def test_the_mark_goes_first(folder, monkeypatch):
     """A checkpoint is no longer listed when the first of its files is removed."""
-    from nemo_aligner.checkpoint import folders
-
-    folder = shutil.copytree(saved, tmp_path / "job") / "checkpoints"
     seen = []
 
     def rmtree(path):
         seen.append([each.name for each, _ in folders.complete_checkpoints(folder)])
         raise Death
 
+    folder /= "checkpoints"
     monkeypatch.setattr(folders.shutil, "rmtree", rmtree)
     with pytest.raises(Death):
         folders.remove_checkpoint(folder / "checkpoint-step=2")

@@ -7,6 +7,7 @@ the built-in engine; what is written is read by the data sets of the training jo
 import json
 import re
 import runpy
+import shlex
 import socket
 from pathlib import Path
 
@@ -74,33 +75,24 @@ def transcripts(path, count):
 
 
 # What NeMo-Aligner 0.7.0 documents (docs/user-guide/cai.rst), as a shell hands it over.
-SAMPLING = """--port 5999 --add_bos False --top_k 50 --top_p 0.95 --all_probs False
+SAMPLING = """ --port 5999 --add_bos False --top_k 50 --top_p 0.95 --all_probs False
     --repetition_penalty 1.0 --min_tokens_to_generate 1 --temperature 1.0 --greedy False
-    --tokens_to_generate 1024""".split()
+    --tokens_to_generate 1024"""
 DOCUMENTED = {
-    SL: [
-        *"""--red-teaming-prompts-dataset-path /path/to/anthropic_red_team_attempts_train.json
-        --few-shot-prompts-dataset-path few_shot_samples_example.json
-        --critique-revision-instructions-path CritiqueRevisionInstructions.json
-        --max-seq-length 4096 --tokenizer-library sentencepiece --tokenizer-model /path/to/a.model
-        --helpfulness-dataset-path /path/to/nvidia_sft_datablend_v1_train.json
-        --output-filepath /path/to/cai_revisions_aligner_chat_template.jsonl --host localhost
-        --end_strings </s> --apply_chat_template False --response_extract_pattern [/INST]
-        """.split(),
-        *SAMPLING,
-    ],
-    RL: [
-        *"""--batch-size 128 --ngc-api-key nvapi-KEY
-        --red-teaming-file-path /path/to/anthropic_red_team_attempts_train.json
-        --output-dir /path/to/blend --output-filename-prefix mistral_7b_cai_preference_dataset
-        --blend-with {} --end_strings <extra_id_1>""".split(),
-        *SAMPLING,
-        *("--user_format", "<extra_id_1>User\\n{MESSAGE}\\n<extra_id_1>Assistant\\n"),
-        *("--assistant_format", "{MESSAGE}\\n"),
-        *("--system_format", "<extra_id_0>System\\n{MESSAGE}\\n"),
-        *("--system_default_message", "", "--eos_token", "<extra_id_1>"),
-        *("--response_extract_pattern", "<extra_id_1>Assistant\\n"),
-    ],
+    SL: """--red-teaming-prompts-dataset-path /path/to/anthropic_red_team_attempts_train.json
+    --few-shot-prompts-dataset-path few_shot_samples_example.json
+    --critique-revision-instructions-path CritiqueRevisionInstructions.json
+    --max-seq-length 4096 --tokenizer-library sentencepiece --tokenizer-model /path/to/a.model
+    --helpfulness-dataset-path /path/to/nvidia_sft_datablend_v1_train.json
+    --output-filepath /path/to/cai_revisions_aligner_chat_template.jsonl --host localhost
+    --end_strings </s> --apply_chat_template False --response_extract_pattern [/INST]""",
+    RL: r"""--batch-size 128 --ngc-api-key nvapi-KEY
+    --red-teaming-file-path /path/to/anthropic_red_team_attempts_train.json
+    --output-dir /path/to/blend --output-filename-prefix mistral_7b_cai_preference_dataset
+    --blend-with {} --end_strings <extra_id_1> --eos_token <extra_id_1>
+    --user_format '<extra_id_1>User\n{MESSAGE}\n<extra_id_1>Assistant\n'
+    --assistant_format '{MESSAGE}\n' --system_format '<extra_id_0>System\n{MESSAGE}\n'
+    --system_default_message '' --response_extract_pattern '<extra_id_1>Assistant\n'""",
 }
 
 
@@ -108,19 +100,15 @@ DOCUMENTED = {
 def test_documented_arguments_are_taken(script):
     """Each with its value, and the same formats as without them."""
     parser = runpy.run_path(str(CAI / f"{script}.py"), run_name="a module")["parser"]()
-    args = parser.read(DOCUMENTED[script])
-    names = [word for word in DOCUMENTED[script] if word.startswith("--")]
-    assert len(names) > 15
-    for name in names:
-        value = DOCUMENTED[script][DOCUMENTED[script].index(name) + 1]
+    words = shlex.split(DOCUMENTED[script] + SAMPLING)
+    args = parser.read(words)
+    for name, value in zip(words[::2], words[1::2], strict=True):
         got = getattr(args, name[2:].replace("-", "_"))
         wanted = [value] if isinstance(got, list) else type(got)(value)
         assert got == wanted, name
     if script == RL:
-        needed = ["--red-teaming-file-path=a"]
-        assert text_form(args) == text_form(parser.read(needed))
-        message = [{"role": "user", "content": "hi"}]
-        assert text_form(args).text(message) == (
+        assert text_form(args) == text_form(parser.read(["--red-teaming-file-path=a"]))
+        assert text_form(args).text([{"role": "user", "content": "hi"}]) == (
             "<extra_id_0>System\n\n<extra_id_1>User\nhi\n<extra_id_1>Assistant\n"
         )
 
@@ -130,12 +118,9 @@ def test_documented_arguments_are_taken(script):
 
 def sl_arguments(tmp_path, server, *more, count=7):
     prompts = transcripts(tmp_path / "red.jsonl", count)
-    files = [
-        f"--red-teaming-prompts-dataset-path={prompts}",
-        f"--output-filepath={tmp_path}/sl.jsonl",
-    ]
-    address = [f"--port={server.port}", "--host=127.0.0.1"]
-    return [*files, *EXAMPLES, *address, "--batch_size=3", *more]
+    files = [f"--red-teaming-prompts-dataset-path={prompts}", *EXAMPLES]
+    files.append(f"--output-filepath={tmp_path}/sl.jsonl")
+    return [*files, f"--port={server.port}", "--host=127.0.0.1", "--batch_size=3", *more]
 
 
 def test_revisions_are_data_of_supervised_fine_tuning(tmp_path, monkeypatch, capsys):
@@ -287,19 +272,10 @@ def test_requests_hold_the_settings_and_the_key(tmp_path, monkeypatch):
         assert model.respond(turns) == [f"q{n} [1]" for n in range(5)]
         model.respond(turns[:1], temperature=0.01)
     fields = next(f for f in server.requests if f["messages"][0]["content"] == "q3")
-    assert fields == {
-        "model": "big",
-        "messages": [{"role": "user", "content": "q3"}],
-        "stream": False,
-        "temperature": 0.7,
-        "top_p": 0.9,
-        "max_tokens": 20,
-        "stop": ["</s>"],
-        "top_k": 5,
-        "repetition_penalty": 1.2,
-        "min_tokens": 2,
-        "seed": (2**40 + 3) % 2**31,
-    }
+    wanted = {"model": "big", "messages": turns[3].messages, "stream": False, "temperature": 0.7}
+    wanted |= {"top_p": 0.9, "max_tokens": 20, "stop": ["</s>"], "top_k": 5, "min_tokens": 2}
+    wanted |= {"repetition_penalty": 1.2, "seed": (2**40 + 3) % 2**31}
+    assert fields == wanted
     assert server.requests[-1]["temperature"] == 0.01
     assert server.headers[0]["Authorization"] == "Bearer secret"
     monkeypatch.setenv("SOME_KEY", "other")
@@ -328,19 +304,12 @@ def judge(messages, _fields):
     return "{'chosen': 'Response 3', 'rejected': 1}\nBecause."
 
 
-def rl_arguments(tmp_path, server, judging, *more, count=9):
-    prompts = transcripts(tmp_path / "red.jsonl", count)
-    return [
-        "--batch-size=4",
-        f"--red-teaming-file-path={prompts}",
-        f"--sys-prompt-constitution-file-path={CAI}/sys_prompt_constitution",
-        f"--output-dir={tmp_path}/rl",
-        "--output-filename-prefix=cai",
-        f"--url={server.url}",
-        f"--ngc-url={judging.url}",
-        "--ngc-api-key=nvapi-1",
-        *more,
-    ]
+def rl_arguments(tmp_path, server, judging, *more):
+    prompts = transcripts(tmp_path / "red.jsonl", 9)
+    constitution = f"--sys-prompt-constitution-file-path={CAI}/sys_prompt_constitution"
+    files = [f"--red-teaming-file-path={prompts}", f"--output-dir={tmp_path}/rl", constitution]
+    models = [f"--url={server.url}", f"--ngc-url={judging.url}", "--ngc-api-key=nvapi-1"]
+    return ["--batch-size=4", "--output-filename-prefix=cai", *files, *models, *more]
 
 
 def test_comparisons_are_data_of_a_reward_model_and_of_ppo(tmp_path, monkeypatch, capsys):
@@ -348,6 +317,11 @@ def test_comparisons_are_data_of_a_reward_model_and_of_ppo(tmp_path, monkeypatch
     pairs = write(tmp_path / "pairs.jsonl", [{"text": f"pair {n}"} for n in range(4)])
     parts = {name: {"prompts": [others], "comparisons": pairs} for name in ("train", "test")}
     blend = f"--blend-with={ {'name': 'helpful', **parts} }"
+    candidates = tmp_path / "rl/cai_candidate_dataset.jsonl"
+
+    def written():
+        return {p.name: p.read_bytes() for p in (tmp_path / "rl").iterdir()}
+
     with ChatServer(policy) as server, ChatServer(judge) as judging:
         given = rl_arguments(tmp_path, server, judging, blend)
         run(RL, monkeypatch, capsys, *given, folder=CAI)
@@ -356,32 +330,29 @@ def test_comparisons_are_data_of_a_reward_model_and_of_ppo(tmp_path, monkeypatch
         assert asked["temperature"] == 0 and asked["model"].startswith("mistralai/")
         assert judging.headers[0]["Authorization"] == "Bearer nvapi-1"
         assert server.requests[0]["stop"] == ["<extra_id_1>"]
-        first = {p.name: p.read_bytes() for p in (tmp_path / "rl").iterdir()}
+        first = written()
         run(RL, monkeypatch, capsys, *given, folder=CAI)
         assert len(server.requests) == 36 and len(judging.requests) == 8
-        assert {p.name: p.read_bytes() for p in (tmp_path / "rl").iterdir()} == first
+        assert written() == first
         # Another judge, another constitution, and other responses to the same prompts.
         constitution = tmp_path / "constitution"
         constitution.write_text("Say which is least harmful.")
         for other in ("--ngc-model=other", f"--sys-prompt-constitution-file-path={constitution}"):
             error = run(RL, monkeypatch, capsys, *given, other, folder=CAI)
             assert "cai_preference_dataset.jsonl, line 1: it is no result of this" in error
-        (tmp_path / "rl/cai_candidate_dataset.jsonl").unlink()
+        candidates.unlink()
         server.reply = lambda messages, fields: f"{policy(messages, fields)}, too"
         error = run(RL, monkeypatch, capsys, *given, folder=CAI)
         assert "cai_preference_dataset.jsonl, line 1: it is no result of this" in error
         assert len(judging.requests) == 8
         server.reply = policy
-        (tmp_path / "rl/cai_candidate_dataset.jsonl").unlink()
+        candidates.unlink()
         (tmp_path / "rl/cai_preference_dataset.jsonl").unlink()
         run(RL, monkeypatch, capsys, *given, folder=CAI)
-        assert {p.name: p.read_bytes() for p in (tmp_path / "rl").iterdir()} == first
+        assert written() == first
 
-    skipped = {}
-    for name in ("candidate", "preference"):
-        for each in read(tmp_path / f"rl/cai_{name}_dataset.jsonl"):
-            if "skipped" in each:
-                skipped[each["prompt"]] = each["skipped"]
+    results = read(candidates) + read(tmp_path / "rl/cai_preference_dataset.jsonl")
+    skipped = {each["prompt"]: each["skipped"] for each in results if "skipped" in each}
     assert skipped.keys() == {"bad 2", "bad 3", "bad 4"}
     assert "names no pair" in skipped["bad 3"] and "the same" in skipped["bad 2"]
 
@@ -451,15 +422,13 @@ def policy_file(tiny_tokenizer_dir, tmp_path_factory):
 
 def engine(policy_file, *options):
     """The engine with the options of a command line, in this process."""
-    from chat_models import ModelParser, open_model, text_form
-
     own = {"top_k": 0, "repetition_penalty": 1.0, "end_strings": None}
-    parser = ModelParser("", greedy="False", top_p=1.0, **own)
+    parser = chat_models.ModelParser("", greedy="False", top_p=1.0, **own)
     parser.set_defaults(seed=3, batch_size=2)
     formats = ["--user_format=Q: {MESSAGE} A:", "--assistant_format={MESSAGE} "]
     cpu = ["trainer.accelerator=cpu", "trainer.precision=32"]
     args = parser.read(["--tokens_to_generate=8", *formats, *options, *cpu])
-    return open_model(args, str(policy_file), text_form(args), None).model
+    return chat_models.open_model(args, str(policy_file), text_form(args), None).model
 
 
 def test_the_engine_responds_whatever_shares_its_batch(policy_file, tmp_path):

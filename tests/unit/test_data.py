@@ -74,12 +74,10 @@ def test_files_follow_one_another_and_blank_lines_do_not_count(tmp_path, texts, 
     assert found == ["a", "b", "cé", "d", "e"]
 
 
-def test_a_column_of_the_records_is_the_weight_of_the_sample(tmp_path, tiny_tokenizer):
+def test_a_column_of_the_records_is_the_weight_of_the_sample(write, tiny_tokenizer):
     def dataset(*weights):
-        path = tmp_path / "weighted.jsonl"
-        lines = [{"text": "ab", "importance": weight} for weight in weights]
-        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        return RLHFDataset([str(path)], tiny_tokenizer, 20, {"sample_weight": "importance"})
+        path = write(*({"text": "ab", "importance": weight} for weight in weights))
+        return RLHFDataset([path], tiny_tokenizer, 20, {"sample_weight": "importance"})
 
     found = dataset(0.25, 3, 0)
     assert [found[i]["loss_multiplier"].item() for i in range(3)] == [0.25, 3, 0]

@@ -27,6 +27,7 @@ from tests.data_sets import (
     build_pairs,
     build_prompts,
     prompts_of,
+    records,
     sample_of,
     sft,
 )
@@ -35,21 +36,22 @@ ROWS = [{"text": f"text {n} naïve 日本", "tags": [{"n": n}, {"n": -n}]} for n
 
 
 def write_jsonl(path, rows):
-    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    path.write_bytes(lines_of(rows))
     return path
 
 
+def lines_of(rows):
+    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
+
+
 def write_gz(path, rows):
-    write_jsonl(path.with_suffix(".tmp"), rows)
-    path.write_bytes(gzip.compress(path.with_suffix(".tmp").read_bytes()))
-    path.with_suffix(".tmp").unlink()
+    path.write_bytes(gzip.compress(lines_of(rows)))
     return path
 
 
 def write_zst(path, rows):
-    text = "".join(json.dumps(row) + "\n" for row in rows).encode()
     with pa.OSFile(str(path), "wb") as file, pa.CompressedOutputStream(file, "zstd") as stream:
-        stream.write(text)
+        stream.write(lines_of(rows))
     return path
 
 
@@ -101,21 +103,18 @@ def write_pattern(path, rows):
     return path / "x-*.parquet"
 
 
-KINDS = {"jsonl": (write_jsonl, "data.jsonl"), "gz": (write_gz, "data.jsonl.gz")}
-KINDS |= {"zst": (write_zst, "data.jsonl.zst"), "parquet": (write_parquet, "data.parquet")}
-KINDS |= {"arrow": (write_arrow, "data.arrow"), "saved": (write_saved, "saved")}
-KINDS |= {"folder": (write_folder, "folder"), "splits": (write_splits, "splits")}
-KINDS |= {"saved-splits": (write_saved_splits, "saved"), "pattern": (write_pattern, "pattern")}
-
-
-def write(kind, folder, rows):
-    function, name = KINDS[kind]
-    return function(folder / name, rows)
-
-
-def records(path, inspect=lambda record: len(record["text"]), fields=("text",), **options):
-    data_cfg = {name: options.pop(name, None) for name in ("columns", "index_mapping_dir")}
-    return Records([path], list(fields), inspect, data_cfg=data_cfg, **options)
+KINDS = {
+    "data.jsonl": write_jsonl,
+    "data.jsonl.gz": write_gz,
+    "data.jsonl.zst": write_zst,
+    "data.parquet": write_parquet,
+    "data.arrow": write_arrow,
+    "saved": write_saved,
+    "folder": write_folder,
+    "splits": write_splits,
+    "saved-splits": write_saved_splits,
+    "pattern": write_pattern,
+}
 
 
 # --- kinds of files ---
@@ -123,7 +122,7 @@ def records(path, inspect=lambda record: len(record["text"]), fields=("text",), 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_gives_the_rows_that_were_written(kind, tmp_path):
-    path = write(kind, tmp_path, ROWS)
+    path = KINDS[kind](tmp_path / kind, ROWS)
     before = sorted(tmp_path.rglob("*"))
     found = records(path)
     assert [found[n] for n in range(len(found))] == ROWS
@@ -136,7 +135,7 @@ def test_every_kind_gives_the_rows_that_were_written(kind, tmp_path):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_large_files_of_every_kind_are_read_from_their_index(kind, tmp_path, no_small_files):
-    path = write(kind, tmp_path, ROWS)
+    path = KINDS[kind](tmp_path / kind, ROWS)
     calls = []
 
     def inspect(record):
@@ -236,19 +235,6 @@ def test_layouts_of_tldr_and_helpsteer2(tmp_path, tiny_tokenizer):
     assert tiny_tokenizer.ids_to_text(item["inputs"][: item["lengths"]].tolist()) == "p\nr"
 
 
-def test_layout_of_gsm8k(tmp_path, tiny_tokenizer):
-    rows = [{"question": f"{n} + {n}?", "answer": f"<<{n}+{n}>>\n#### {2 * n}"} for n in range(5)]
-    (tmp_path / "main").mkdir()
-    for split, count in {"train": 5, "test": 2}.items():
-        write_parquet(tmp_path / "main" / f"{split}-00000-of-00001.parquet", rows[:count])
-    for split, count in {"train": 5, "test": 2}.items():
-        columns = {"input": "question", "output": "answer"}
-        dataset = sft(f"{tmp_path}/main/{split}", tiny_tokenizer, {"columns": columns})
-        assert len(dataset) == count
-        parts = map(tiny_tokenizer.text_to_ids, ("1 + 1?", " <<1+1>>\n#### 2"))
-        assert dataset[1]["tokens"] == [*sum(parts, []), tiny_tokenizer.eos_id]
-
-
 def test_pairs_in_rows_and_in_lines_do_not_mix(tmp_path, tiny_tokenizer):
     pair = {"chosen": "a", "rejected": "b"}
     for second, message in {
@@ -280,15 +266,15 @@ def test_a_blend_of_different_kinds_and_columns(tmp_path, tiny_tokenizer):
     parquet = write_parquet(tmp_path / "a.parquet", rows)
     packed = write_gz(tmp_path / "b.jsonl.gz", plain)
     entry = {"path": str(parquet), "columns": {"input": "q", "output": "a"}}
-    for paths, shares in {
-        ("three to one", 0.75): [0.75, entry, 0.25, str(packed)],
-        ("one to three", 0.25): [1, entry, 3, str(packed)],
-    }.items():
-        dataset = sft(shares, tiny_tokenizer)
+    for share, files in (
+        (0.75, [0.75, entry, 0.25, str(packed)]),
+        (0.25, [1, entry, 3, str(packed)]),
+    ):
+        dataset = sft(files, tiny_tokenizer)
         texts = [tiny_tokenizer.ids_to_text(dataset[n]["tokens"]) for n in range(len(dataset))]
         assert len(texts) == 80
         lower = [text for text in texts if text.startswith("q")]
-        assert abs(len(lower) - 80 * paths[1]) <= 1
+        assert abs(len(lower) - 80 * share) <= 1
         first = [text.removesuffix("<|endoftext|>") for text in lower[:20]]
         assert first == [f"q{n} a{n}" for n in range(20)]
     with pytest.raises(ConfigError, match="give a path, or a mapping with path and columns"):
@@ -298,33 +284,32 @@ def test_a_blend_of_different_kinds_and_columns(tmp_path, tiny_tokenizer):
 # --- bad input ---
 
 
-def test_bad_rows_are_named_with_file_and_row(tmp_path, tiny_tokenizer):
-    good = [{"text": f"t{n}", "n": 1} for n in range(300)]
-    cases = {
-        "null": (good + [{"text": None, "n": 1}], {}, "row 301: field 'text' must be text, not "),
-        "column": (
-            good,
-            {"text": "q"},
-            r"row 1: there is no column 'q' \(columns.text\); there a",
-        ),
-        "type": (good, {"text": "n"}, "row 1: field 'text' must be text, not int"),
-        "missing": ([{"n": 1}] * 2, {}, r"row 1: field 'text' is missing; the line has \['n'\]"),
-        "blank": (
-            good + [{"text": " ", "n": 1}],
-            {},
-            r"row 301\. Remove them, or set model.data.allow_empty",
-        ),
-        "null-in-template": (
-            good + [{"text": "x", "n": 1, "o": "y"}],
+@pytest.mark.parametrize("function", [write_parquet, write_saved])
+@pytest.mark.parametrize(
+    ("more", "columns", "message"),
+    [
+        ({"text": None}, {}, "row 301: field 'text' must be text, not "),
+        ({}, {"text": "q"}, r"row 1: there is no column 'q' \(columns.text\); there a"),
+        ({}, {"text": "n"}, "row 1: field 'text' must be text, not int"),
+        (None, {}, r"row 1: field 'text' is missing; the line has \['n'\]"),
+        ({"text": " "}, {}, r"row 301\. Remove them, or set model.data.allow_empty"),
+        (
+            {"o": "y"},
             {"text": "{text}{o}"},
             "row 1: column 'o' .* must be text, not null|there is no column 'o'",
         ),
-    }
-    for name, (rows, columns, message) in cases.items():
-        for function in (write_parquet, write_saved):
-            path = function(tmp_path / f"{name}-{function.__name__}", rows)
-            with pytest.raises(UserError, match=f"{path.name}, {message}"):
-                RLHFDataset([path], tiny_tokenizer, 30, {"columns": columns})
+    ],
+    ids=["null", "column", "type", "missing", "blank", "null in a template"],
+)
+def test_bad_rows_are_named_with_file_and_row(
+    more, columns, message, function, tmp_path, tiny_tokenizer
+):
+    """Of 301 rows the last has `more`; None: none has a text."""
+    rows = [{"text": f"t{n}", "n": 1} for n in range(301)]
+    rows = [{"n": 1}] * 2 if more is None else [*rows[:-1], rows[-1] | more]
+    path = function(tmp_path / "rows", rows)
+    with pytest.raises(UserError, match=f"rows, {message}"):
+        RLHFDataset([path], tiny_tokenizer, 30, {"columns": columns})
 
 
 @pytest.mark.parametrize("name", ["trian", "absent.jsonl"])
@@ -355,10 +340,9 @@ def test_damaged_and_empty_files_are_named(tmp_path, no_small_files):
     (tmp_path / "cut.arrow").write_bytes(arrow[:5000])
     write_saved(tmp_path / "saved", rows)
     next((tmp_path / "saved").glob("*.arrow")).unlink()
-    (tmp_path / "nothing").mkdir()
-    (tmp_path / "nothing" / "README.md").write_text("a")
-    (tmp_path / "csv").mkdir()
-    (tmp_path / "csv" / "train.csv").write_text("a,b")
+    for folder, name in (("nothing", "README.md"), ("csv", "train.csv")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / name).write_text("a,b")
     write_splits(tmp_path / "splits", rows)
     write_saved_splits(tmp_path / "two", rows)
     for name, message in {
@@ -375,7 +359,6 @@ def test_damaged_and_empty_files_are_named(tmp_path, no_small_files):
         "csv": "the folder .*csv holds no data",
         "splits": "splits, test, train_prefs: name one of them, for example .*splits/test",
         "two": "several splits, test, train: name one of them, for example .*two/test",
-        "splits/trian": "data file .*splits/trian does not exist",
         "z*.jsonl": "no data file matches",
     }.items():
         with pytest.raises(UserError, match=message):

@@ -17,22 +17,8 @@ import torch
 from megatron.core.dist_checkpointing.strategies import torch as megatron_strategy
 from omegaconf import OmegaConf
 from torch.distributed.checkpoint import filesystem, metadata, planner
-from torch.distributed.checkpoint.filesystem import _StorageInfo, _StoragePrefix
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import (
-    SavePlan,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
 
 from nemo_aligner.checkpoint import dist_ckpt, sources, torch_dist_stream
 from nemo_aligner.checkpoint.checkpointing import CheckpointCallback
@@ -46,6 +32,7 @@ from nemo_aligner.launch.model_loading import load_and_override_model_config
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRewardModel
 from nemo_aligner.parallel import parallel_state
+from tests.nemo_files import convert, restore
 from tests.tiny_models import tiny_config
 
 pytestmark = pytest.mark.slow
@@ -88,15 +75,6 @@ def marker(tmp_path):
 def nemo_folder(tiny_tokenizer_dir, tmp_path):
     MegatronGPTModel(tiny_config(tiny_tokenizer_dir)).save_to(str(tmp_path / "model") + "/")
     return tmp_path / "model"
-
-
-def restore(path):
-    MegatronGPTModel.restore_from(path)
-
-
-def convert(path):
-    with sources.open_source(path).tensors() as tensors:
-        tensors.shapes()
 
 
 @pytest.mark.parametrize("as_file", [False, True], ids=["folder", "file"])
@@ -160,9 +138,9 @@ def test_objects_among_the_tensors_are_not_read(tmp_path, marker):
 
 def plan(kind=None):
     """A saver's plan; its data are of a class `kind`."""
-    index = MetadataIndex("w", torch.Size([0]))
-    item = WriteItem(index, WriteItemType.SHARD, tensor_data=kind)
-    return SavePlan([item], storage_data=_StoragePrefix("__0_"))
+    index = metadata.MetadataIndex("w", torch.Size([0]))
+    item = planner.WriteItem(index, WriteItemType.SHARD, tensor_data=kind)
+    return SavePlan([item], storage_data=filesystem._StoragePrefix("__0_"))
 
 
 def test_what_pytorch_and_megatron_core_put_into_a_table_is_read(monkeypatch):
@@ -173,19 +151,16 @@ def test_what_pytorch_and_megatron_core_put_into_a_table_is_read(monkeypatch):
             for kind in (WriteItemType, metadata._MEM_FORMAT_ENCODING):
                 reduced = lambda self, _protocol: (getattr, (type(self), self.name))  # noqa: E731
                 monkeypatch.setattr(kind, "__reduce_ex__", reduced)
-        chunk = ChunkStorageMetadata(torch.Size([0]), torch.Size([2]))
-        data = TensorWriteData(chunk, TensorProperties(torch.bfloat16), torch.Size([2]))
+        properties, size = metadata.TensorProperties(torch.bfloat16), torch.Size([2])
+        chunk = metadata.ChunkStorageMetadata(torch.Size([0]), size)
+        place = metadata.MetadataIndex("w", torch.Size([0]))
         table = Metadata(
-            {
-                "w": TensorStorageMetadata(
-                    TensorProperties(torch.bfloat16), torch.Size([2]), [chunk]
-                )
-            },
+            {"w": metadata.TensorStorageMetadata(properties, size, [chunk])},
             planner_data=OrderedDict(w=("w", 1)),
-            storage_data={MetadataIndex("w", torch.Size([0])): _StorageInfo("__0_0.distcp", 0, 9)},
-            storage_meta=StorageMeta("x", modules=["a"]),
+            storage_data={place: filesystem._StorageInfo("__0_0.distcp", 0, 9)},
+            storage_meta=metadata.StorageMeta("x", modules=["a"]),
         )
-        table.all_local_plans = [plan(data)]
+        table.all_local_plans = [plan(planner.TensorWriteData(chunk, properties, size))]
         written[by_name] = pickle.dumps(table)
         found = read_metadata(io.BytesIO(written[by_name]), Path("x"))
         assert found == table and found.all_local_plans == table.all_local_plans
@@ -197,7 +172,7 @@ def test_what_pytorch_and_megatron_core_put_into_a_table_is_read(monkeypatch):
     Former.__module__ = "megatron.core.dist_checkpointing.strategies.torch"
     Former.__qualname__ = Former.__name__ = "MCoreMetadata"
     monkeypatch.setattr(megatron_strategy, "MCoreMetadata", Former)
-    content = pickle.dumps(Former({"w": BytesStorageMetadata()}, storage_data={}))
+    content = pickle.dumps(Former({"w": metadata.BytesStorageMetadata()}, storage_data={}))
     found = read_metadata(io.BytesIO(content), Path("x"))
     assert type(found) is Metadata and list(found.state_dict_metadata) == ["w"]
 
@@ -238,12 +213,16 @@ def edited(folder: Path, **changes) -> Path:
     return folder
 
 
-def written_of(path: Path, target: Path, **given) -> str:
-    """All small files of the `.nemo` that a job saves which starts from `path`."""
-    cfg = load_and_override_model_config(path, OmegaConf.create({"tokenizer": given}))
-    MegatronGPTModel(cfg).save_to(f"{target}/")
-    files = [f for f in target.rglob("*") if f.is_file() and "model_weights" not in f.parts]
+def text_of(folder: Path) -> str:
+    """All small files of a `.nemo`."""
+    files = [f for f in folder.rglob("*") if f.is_file() and "model_weights" not in f.parts]
     return "".join(f.read_text(errors="replace") for f in files)
+
+
+def save_next(path: Path, target: Path, **tokenizer) -> None:
+    """What a job saves that starts from `path`."""
+    cfg = load_and_override_model_config(path, OmegaConf.create({"tokenizer": tokenizer}))
+    MegatronGPTModel(cfg).save_to(f"{target}/")
 
 
 @pytest.fixture
@@ -268,14 +247,19 @@ def test_a_configuration_calls_no_resolver(nemo_folder, tmp_path, secret, key, v
     edited(nemo_folder, resolver="oc.env", **{key: value})
     name = key.replace("__", ".") + (r"\[0\].deep" if key == "a_list" else "")
     with pytest.raises(UserError, match=f"(?s){nemo_folder}: {name}=.*environment.*unpack it"):
-        written_of(nemo_folder, tmp_path / "next")
+        save_next(nemo_folder, tmp_path / "next")
     assert not (tmp_path / "next").exists()
 
 
-def test_a_configuration_may_refer_to_its_own_keys(nemo_folder):
-    edited(nemo_folder, note="${.hidden_size} of ${tokenizer.library}")
-    note = sources.read_config(nemo_folder).note
-    assert note == f"{tiny_config('').hidden_size} of huggingface"
+def test_what_refers_to_no_file_of_the_tokenizer_stays(nemo_folder):
+    """Keys of the configuration itself, names of the Hub, and paths of data."""
+    tokenizer = {"library": "huggingface", "type": "meta-llama/Llama-2-7b", "folder": None}
+    data = {"data_prefix": ["/lustre/of/the/writer"], "index_mapping_dir": "/etc"}
+    note = "${.hidden_size} of ${tokenizer.library}"
+    edited(nemo_folder, tokenizer=tokenizer, data=data, note=note)
+    cfg = sources.read_config(nemo_folder)
+    assert cfg.tokenizer.type == "meta-llama/Llama-2-7b" and cfg.data == data
+    assert cfg.note == f"{tiny_config('').hidden_size} of huggingface"
 
 
 def test_json_of_others_calls_no_resolver(tmp_path, monkeypatch):
@@ -291,12 +275,10 @@ def test_a_file_outside_is_not_copied(nemo_folder, tmp_path, secret, key, value)
     """Hugging Face's library does not read these keys, but each would be copied."""
     value = value.format(secret=secret)
     edited(nemo_folder, **{f"tokenizer__{key}": value})
-    cfg = sources.read_config(nemo_folder)
     folder = tmp_path / "next"
     folder.mkdir()
-    write_config(folder, cfg)
-    texts = [f.read_text(errors="replace") for f in folder.rglob("*") if f.is_file()]
-    assert len(texts) > 2 and "sesame-open" not in "".join(texts)
+    write_config(folder, sources.read_config(nemo_folder))
+    assert "eos_token" in text_of(folder) and "sesame-open" not in text_of(folder)
     assert OmegaConf.load(folder / "model_config.yaml").tokenizer[key] == value
 
 
@@ -308,7 +290,7 @@ def test_a_file_outside_is_read_only_where_the_user_names_it(
     message = rf"tokenizer.model={tiny_sentencepiece_model} stands in.*tokenizer.model=PATH"
     with pytest.raises(UserError, match=message):
         MegatronGPTModel(sources.read_config(nemo_folder))
-    written_of(nemo_folder, tmp_path / "next", model=tiny_sentencepiece_model)
+    save_next(nemo_folder, tmp_path / "next", model=tiny_sentencepiece_model)
     written = OmegaConf.load(tmp_path / "next/model_config.yaml").tokenizer.model
     copy = tmp_path / "next" / written.removeprefix("nemo:")
     assert copy.read_bytes() == Path(tiny_sentencepiece_model).read_bytes()
@@ -324,15 +306,8 @@ def test_the_folder_of_a_tokenizer_outside_is_not_opened(
     edited(nemo_folder, tokenizer={"library": "huggingface", "type": value, "folder": None})
     with pytest.raises(UserError, match=f"tokenizer.type={value} stands in the checkpoint"):
         MegatronGPTModel(sources.read_config(nemo_folder))
-    assert "eos_token" in written_of(nemo_folder, tmp_path / "next", type=value)
-
-
-def test_names_of_the_hub_and_paths_of_data_stay(nemo_folder):
-    tokenizer = {"library": "huggingface", "type": "meta-llama/Llama-2-7b", "folder": None}
-    data = {"data_prefix": ["/lustre/of/the/writer"], "index_mapping_dir": "/etc"}
-    edited(nemo_folder, tokenizer=tokenizer, data=data)
-    cfg = sources.read_config(nemo_folder)
-    assert cfg.tokenizer.type == "meta-llama/Llama-2-7b" and cfg.data == data
+    save_next(nemo_folder, tmp_path / "next", type=value)
+    assert "eos_token" in text_of(tmp_path / "next")
 
 
 @pytest.mark.parametrize("name", ["../secret", "a/../../secret", "{secret}", "link", "linked"])

@@ -38,18 +38,6 @@ def cache(tmp_path, monkeypatch):
     return tmp_path / "hub"
 
 
-def test_a_model_in_the_cache_is_found(folder, cache):
-    model = cache / "models--our-lab--tiny.1"
-    (model / "refs").mkdir(parents=True)
-    (model / "refs" / "main").write_text(COMMIT)
-    (model / "snapshots").mkdir()
-    folder.rename(model / "snapshots" / COMMIT)
-    found = load("our-lab/tiny.1")
-    assert str(sources.open_source("our-lab/tiny.1")) == str(model / "snapshots" / COMMIT)
-    wanted = outputs_of(load(model / "snapshots" / COMMIT), TOKENS)
-    assert torch.equal(outputs_of(found, TOKENS), wanted)
-
-
 def test_a_model_that_is_not_there_is_named_with_the_command(cache):
     with pytest.raises(UserError, match=r"restore_from_path=our/tiny .*`hf download our/tiny`"):
         check_restore_path("our/tiny", KEY)
@@ -99,4 +87,7 @@ def test_a_model_is_downloaded_where_the_name_asks_for_it(folder, cache):
         server.shutdown()
         server.server_close()
     assert {file.name: file.read_bytes() for file in found.iterdir()} == files
+    # From now on it is found in the cache.
     assert check_restore_path("our/tiny", KEY) == found
+    assert str(sources.open_source("our/tiny")) == str(found)
+    assert torch.equal(outputs_of(load("our/tiny"), TOKENS), outputs_of(load(folder), TOKENS))

@@ -251,6 +251,25 @@ def test_a_missing_layer_and_a_missing_expert_are_named(write_folder):
         load(folder)
 
 
+@pytest.mark.parametrize(
+    "lost, added, says",
+    [
+        ("post_attention_layernorm.weight", {}, "lacks .*layernorm"),
+        (None, {"model.layers.0.mlp.down_proj.weight": torch.ones(2)}, "no place"),
+    ],
+    ids=["without its norm", "with a dense MLP"],
+)
+def test_a_layer_of_experts_has_what_one_has(write_folder, lost, added, says):
+    def change(tensors):
+        tensors.pop(f"model.layers.0.{lost}", None)
+        tensors.update(added)
+
+    folder = write_folder(hugging_face.FOLDERS["Qwen 3 MoE"](), "qwen")
+    change_tensors(folder / "model.safetensors", change)
+    with pytest.raises(UserError, match=says):
+        load(folder)
+
+
 def test_a_table_with_other_rows_than_the_configuration_is_refused(write_folder):
     folder = _tiny_llama(write_folder)
     edit_json(folder / "config.json", vocab_size=500)

@@ -8,6 +8,8 @@ import json
 import os
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 import pytest
@@ -16,7 +18,8 @@ from nemo.collections.common.tokenizers.bytelevel_tokenizers import ByteLevelTok
 from omegaconf import OmegaConf
 
 from nemo_aligner.core.errors import UserError
-from nemo_aligner.data.nlp import index_files, records
+from nemo_aligner.data.nlp import index_files
+from nemo_aligner.data.nlp import records as module
 from nemo_aligner.data.nlp.datasets import (
     LabelledPairDataset,
     RegressionRewardModelDataset,
@@ -24,9 +27,8 @@ from nemo_aligner.data.nlp.datasets import (
 )
 from nemo_aligner.data.nlp.index_files import file_fingerprint, tokenizer_fingerprint
 from nemo_aligner.data.nlp.prompts import RLHFDataset
-from nemo_aligner.data.nlp.records import Records
 from nemo_aligner.models.nlp.gpt.tokenizers import build_tokenizer
-from tests.data_sets import sft
+from tests.data_sets import records, sft
 
 pytestmark = pytest.mark.usefixtures("no_small_files")
 
@@ -38,20 +40,14 @@ def write(path, texts, **more):
 
 def count_reads(monkeypatch):
     """How many times a whole source has been checked so far."""
-    reads, read = [], records._read
+    reads, read = [], module._read
 
     def counted(source, *others):
         reads.append(source.path)
         return read(source, *others)
 
-    monkeypatch.setattr(records, "_read", counted)
+    monkeypatch.setattr(module, "_read", counted)
     return reads
-
-
-def of(path, **options):
-    data_cfg = {name: options.pop(name, None) for name in ("columns", "index_mapping_dir")}
-    length = lambda record: len(record["text"])
-    return Records([path], ["text"], length, data_cfg=data_cfg, **options)
 
 
 # --- never out of date ---
@@ -60,16 +56,16 @@ def of(path, **options):
 def test_a_changed_file_is_read_again(tmp_path, monkeypatch):
     reads = count_reads(monkeypatch)
     path = write(tmp_path / "a.jsonl", ["aa", "b"])
-    assert of(path, settings=lambda: "s").notes.tolist() == [2, 1]
+    assert records(path, settings=lambda: "s").notes.tolist() == [2, 1]
     stat = path.stat()
     write(path, ["c", "dd"])  # of the same size
     os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     again = path.stat()
     assert (again.st_size, again.st_mtime_ns) == (stat.st_size, stat.st_mtime_ns)
-    found = of(path, settings=lambda: "s")
+    found = records(path, settings=lambda: "s")
     assert found.notes.tolist() == [1, 2] and found[1]["text"] == "dd"
     assert len(reads) == 2
-    assert of(path, settings=lambda: "s").notes.tolist() == [1, 2] and len(reads) == 2
+    assert records(path, settings=lambda: "s").notes.tolist() == [1, 2] and len(reads) == 2
 
 
 def test_samples_of_a_large_file_tell_its_changes_apart(tmp_path, monkeypatch):
@@ -136,28 +132,26 @@ def test_datasets_know_what_their_check_depends_on(
     examples = tmp_path / "s.jsonl"
     lines = [json.dumps({"input": "é" * n, "output": "x"}) for n in (3, 9)]
     examples.write_text("\n".join(lines))
-
-    def sft_of(tokenizer=tiny_tokenizer, **options):
-        return sft(str(examples), tokenizer, {"max_seq_length": 16, **options})
-
-    eod = {"append_eod": True}
+    own = tiny_tokenizer
     with_bos = AutoTokenizer(pretrained_model_name=bos_tokenizer_dir)
-    makers = [lambda: RLHFDataset([path], tiny_tokenizer, 20)]
-    makers += [lambda: RLHFDataset([path], tiny_tokenizer, 19)]
-    makers += [lambda: RLHFDataset([path], tiny_tokenizer, 20, eod)]
-    makers += [lambda: RLHFDataset([path], other, 20)]
-    makers += [lambda: RLHFDataset([path], tiny_tokenizer, 20, {"columns": {"text": "{text}!"}})]
-    makers += [lambda: RewardModelDataset([path], tiny_tokenizer, 20)]
-    makers += [lambda: RewardModelDataset([path], tiny_tokenizer, 6)]
-    makers += [lambda: RegressionRewardModelDataset([labelled], tiny_tokenizer, 20, 1)]
-    makers += [lambda: RegressionRewardModelDataset([labelled], tiny_tokenizer, 20, 1, -5.0)]
-    makers += [lambda: LabelledPairDataset([labelled], tiny_tokenizer, 20), lambda: sft_of()]
-    makers += [lambda: sft_of(add_bos=False, add_eos=False)]
-    makers += [lambda: RLHFDataset([path], with_bos, 20)]
-    makers += [lambda: RLHFDataset([path], with_bos, 20, {"add_bos": False})]
-    makers += [lambda: sft_of(packed_sequence=True), lambda: sft_of(max_seq_length=8)]
-    makers += [lambda: sft_of(truncation_field="", max_seq_length=8), lambda: sft_of(other)]
-    makers += [lambda: sft_of(prompt_template="{input}:{output}")]
+
+    def prompts(tokenizer=own, length=20, **data):
+        return partial(RLHFDataset, [path], tokenizer, length, data)
+
+    def sft_of(tokenizer=own, **options):
+        return partial(sft, str(examples), tokenizer, {"max_seq_length": 16, **options})
+
+    makers = [prompts(), prompts(length=19), prompts(append_eod=True), prompts(other)]
+    makers += [prompts(columns={"text": "{text}!"}), prompts(with_bos)]
+    makers += [prompts(with_bos, add_bos=False)]
+    makers += [partial(RewardModelDataset, [path], own, length) for length in (20, 6)]
+    makers += [partial(LabelledPairDataset, [labelled], own, 20)]
+    for missing in ((), (-5.0,)):
+        makers += [partial(RegressionRewardModelDataset, [labelled], own, 20, 1, *missing)]
+    makers += [sft_of(), sft_of(other), sft_of(add_bos=False, add_eos=False)]
+    makers += [sft_of(packed_sequence=True), sft_of(max_seq_length=8)]
+    makers += [sft_of(truncation_field="", max_seq_length=8)]
+    makers += [sft_of(prompt_template="{input}:{output}")]
     reads = count_reads(monkeypatch)
     for number, make in enumerate(makers):
         first = make()
@@ -174,7 +168,7 @@ def test_an_error_is_found_at_every_start(tmp_path):
     path = write(tmp_path / "a.jsonl", ["a", " "])
     for _ in range(2):
         with pytest.raises(UserError, match="line 2: field 'text' is empty"):
-            of(path, settings=lambda: "s")
+            records(path, settings=lambda: "s")
 
 
 def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path):
@@ -186,8 +180,8 @@ def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path):
         return 0
 
     with pytest.raises(UserError, match="a.jsonl has changed while it was read"):
-        Records([path], ["text"], inspect, settings=lambda: "s")
-    assert of(path, settings=lambda: "s").notes.tolist() == [1, 1]
+        records(path, inspect, settings=lambda: "s")
+    assert records(path, settings=lambda: "s").notes.tolist() == [1, 1]
 
 
 # --- never half written, made once ---
@@ -196,39 +190,31 @@ def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path):
 def test_a_damaged_index_is_made_again(tmp_path, monkeypatch):
     reads = count_reads(monkeypatch)
     path = write(tmp_path / "a.jsonl", ["aa", "b"])
-    of(path, settings=lambda: "s")
+    records(path, settings=lambda: "s")
     (index,) = (tmp_path / index_files.FOLDER).glob("*.npy")
     whole = index.read_bytes()
     for damaged in (b"", whole[:50], whole[:-8], b"x" * 200):
         index.write_bytes(damaged)
-        found = of(path, settings=lambda: "s")
+        found = records(path, settings=lambda: "s")
         assert found.notes.tolist() == [2, 1] and found[1]["text"] == "b"
     assert len(reads) == 5
 
 
 def test_many_that_start_at_once_make_one_index(tmp_path):
     path = write(tmp_path / "a.jsonl", ["aa", "b"])
-    made, results, errors = [], [], []
+    made = []
 
     def make():
         made.append(threading.get_ident())
         time.sleep(0.3)
         return np.arange(3)
 
-    def start():
-        try:
-            kind = np.dtype(np.int64)
-            results.append(index_files.keep_array(path, None, "a.npy", kind, make))
-        except BaseException as error:
-            errors.append(error)
+    def start(_number):
+        return index_files.keep_array(path, None, "a.npy", np.dtype(np.int64), make).tolist()
 
-    threads = [threading.Thread(target=start) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors and len(made) == 1
-    assert [array.tolist() for array in results] == [[0, 1, 2]] * 8
+    with ThreadPoolExecutor(8) as starts:
+        assert list(starts.map(start, range(8))) == [[0, 1, 2]] * 8
+    assert len(made) == 1
 
 
 def test_a_reader_never_sees_half_a_file(tmp_path):

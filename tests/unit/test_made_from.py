@@ -7,10 +7,10 @@ import json
 import re
 import shutil
 import tarfile
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
-from nemo.utils import logging
 from omegaconf import OmegaConf
 
 from nemo_aligner.checkpoint import made_from as module
@@ -22,13 +22,6 @@ from nemo_aligner.config.schema import LIVE
 from nemo_aligner.core import content
 from nemo_aligner.core.errors import SaveError, UserError
 from nemo_aligner.data.nlp.builders import build_sft_dataset
-
-
-@pytest.fixture
-def warned(monkeypatch):
-    lines: list[str] = []
-    monkeypatch.setattr(logging, "warning", lambda message, *_args: lines.append(message))
-    return lines
 
 
 def test_content_does_not_depend_on_the_place(tmp_path, monkeypatch):
@@ -69,14 +62,18 @@ def test_of_a_megatron_root_the_newest_checkpoint_counts(tmp_path):
     assert content_hash(tmp_path) == content_hash(tmp_path / "iter_0000002") == before
 
 
-def dpo(base, **changes):
-    cfg = complete_config({"pretrained_checkpoint": {"restore_from_path": str(base)}}, "gpt_dpo")
+def job(kind, base, **changes):
+    """The configuration of a job of `conf/` that starts from `base`, with other values."""
+    cfg = complete_config({"pretrained_checkpoint": {"restore_from_path": str(base)}}, kind)
     for key, value in changes.items():
         OmegaConf.update(cfg, key.replace("__", "."), value, force_add=True)
     return cfg
 
 
-def test_what_differs_is_shown_and_refused_or_not(tmp_path, warned, monkeypatch):
+dpo = partial(job, "gpt_dpo")
+
+
+def test_what_differs_is_shown_and_refused_or_not(tmp_path, warnings, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     base = tmp_path / "a.nemo"
     base.write_bytes(b"a")
@@ -85,13 +82,13 @@ def test_what_differs_is_shown_and_refused_or_not(tmp_path, warned, monkeypatch)
     (tmp_path / "moved").mkdir()
     again = made_from(dpo(shutil.copy(base, tmp_path / "moved")), "dpo")
     compare(again, stored, "run")
-    assert warned == []
+    assert warnings == []
     made_from(dpo(base, model__restore_from_path="moved_away"), "dpo")  # of the base's training
     compare(made_from(dpo(base, model__optim__lr=0.5), "dpo"), stored, "run")
-    assert "other settings:\n" in warned[0]
-    assert warned[0].split()[-3:] == ["model.optim.lr", "9e-06", "0.5"]
+    assert "other settings:\n" in warnings[0]
+    assert warnings[0].split()[-3:] == ["model.optim.lr", "9e-06", "0.5"]
     compare(made_from(dpo(base, model__precision="bf16"), "dpo"), stored, "run")
-    assert warned[1].split()[-1] == "bf16"
+    assert warnings[1].split()[-1] == "bf16"
     base.write_bytes(b"b")
     other = dpo(base, model__dpo__preference_loss="ipo", model__dpo__ref_policy_kl_penalty=0.5)
     with pytest.raises(UserError) as refusal:
@@ -102,10 +99,12 @@ def test_what_differs_is_shown_and_refused_or_not(tmp_path, warned, monkeypatch)
     assert lines[2][1:] == ["0.2", "0.5"]
     for words in ("explicit_log_dir", "resume_if_exists=False"):
         assert words in str(refusal.value)
+    with pytest.raises(UserError, match="No such file.*gone.nemo"):
+        made_from(dpo(tmp_path / "gone.nemo"), "dpo")
     with pytest.raises(UserError, match="job +dpo +kto"):
         compare({"objective": {"job": "kto"}}, stored, "run")
     compare(first, {"trainer": {}}, "run")
-    assert len(warned) == 3 and "does not say what it was made from" in warned[2]
+    assert len(warnings) == 3 and "does not say what it was made from" in warnings[2]
 
 
 def test_each_key_that_is_compared_is_one_of_a_job():
@@ -117,6 +116,7 @@ def test_each_key_that_is_compared_is_one_of_a_job():
 
 PPO = "trainer.ppo."
 JUDGE = {PPO + "judge.url": "http://a", PPO + "judge.model": "m"}
+NO_KL = {PPO + "initial_policy_kl_penalty": 0.0}
 
 
 @pytest.mark.parametrize(
@@ -125,22 +125,14 @@ JUDGE = {PPO + "judge.url": "http://a", PPO + "judge.model": "m"}
         ({}, {PPO + "trt_llm.enable": True, PPO + "initial_policy_kl_penalty": 0.5}, None),
         ({PPO + "use_absolute_kl": True}, {PPO + "kl_estimator": "abs"}, None),
         ({}, {PPO + "kl_estimator": "k3"}, "ppo.kl_estimator +k1 +k3"),
-        (
-            {PPO + "initial_policy_kl_penalty": 0.0},
-            {PPO + "initial_policy_kl_penalty": 0.0, PPO + "kl_estimator": "k3"},
-            None,
-        ),
+        (NO_KL, NO_KL | {PPO + "kl_estimator": "k3"}, None),
         ({}, {PPO + "rewards_per": "token"}, None),
         ({}, {PPO + "advantage_clip": 2.0, "model.ppo.entropy_bonus": 0.1}, None),
         ({}, {PPO + "reward_fn": "r.py:f"}, "reward +servers of this package"),
         ({PPO + "reward_fn": "r.py:f"}, {PPO + "reward_fn": "moved/r.py:f"}, None),
         ({PPO + "reward_fn": "r.py:f"}, {PPO + "reward_fn": "r.py:g"}, "reward +r.py:f"),
         ({PPO + "reward_fn": "http://a/x"}, {PPO + "reward_fn": ["http://b", "http://c"]}, None),
-        (
-            JUDGE,
-            JUDGE | {PPO + "judge.url": ["http://b"], PPO + "judge.prompt": "{response}"},
-            None,
-        ),
+        (JUDGE, JUDGE | {PPO + "judge.url": ["http://b"], PPO + "judge.prompt": "{x}"}, None),
         (JUDGE, JUDGE | {PPO + "judge.model": "n"}, "reward +the judge m .* +the judge n "),
         ({}, {"model.ppo.environment.port": 1}, "reward +servers"),
         ({"model.ppo.environment.port": 1}, {"model.ppo.environment.port": 2}, None),
@@ -149,36 +141,25 @@ JUDGE = {PPO + "judge.url": "http://a", PPO + "judge.model": "m"}
     ],
 )
 def test_what_decides_the_objective_is_compared_as_it_counts(
-    before, now, refused, warned, tmp_path, monkeypatch
+    before, now, refused, warnings, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "t.jinja").touch()
 
-    def objective(changes):
-        given = {"pretrained_checkpoint": {"restore_from_path": ""}}
-        cfg = complete_config(given, "gpt_ppo_actor")
-        for key, value in changes.items():
-            OmegaConf.update(cfg, key, value)
-        return made_from(cfg, "ppo")
-
+    objective = lambda changes: made_from(job("gpt_ppo_actor", "", **changes), "ppo")
     stored = {"made_from": objective(before)}
     with pytest.raises(UserError, match=refused) if refused else contextlib.nullcontext():
         compare(objective(now), stored, "run")
     for key in ("trainer.ppo.advantage_clip", "model.data.chat_template"):
         if key in now and not refused:
-            rows = [line.split() for line in warned[0].splitlines()[2:]]
+            rows = [line.split() for line in warnings[0].splitlines()[2:]]
             assert [key, "None", str(now[key])] in rows
     if refused and "k3" in refused:  # of the version before
         older = {"trainer": {"objective": {PPO + "kl_estimator": "abs"}}}
         with pytest.raises(UserError, match="kl_estimator +abs +k3"):
             compare(objective(now), older, "run")
         compare(objective(now), {"trainer": {}}, "run")
-        assert "use_absolute_kl, True by default then" in warned[-1]
-
-
-def test_a_base_that_cannot_be_read_is_an_error_of_all_ranks(tmp_path):
-    with pytest.raises(UserError, match="No such file.*gone.nemo"):
-        made_from(dpo(tmp_path / "gone.nemo"), "dpo")
+        assert "use_absolute_kl, True by default then" in warnings[-1]
 
 
 def test_data_are_known_by_content_order_and_choice(tmp_path, tiny_tokenizer):

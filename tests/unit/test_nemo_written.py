@@ -40,15 +40,9 @@ EXTRA_STATES = """self_attention.linear_qkv self_attention.linear_proj
     self_attention.core_attention mlp.linear_fc1 mlp.linear_fc2""".split()
 TENSORS = "embedding.word_embeddings.weight decoder.final_layernorm.weight output_layer.weight"
 # What a pickled `.metadata` may name so that PyTorch 2.4, of NeMo-Aligner's container, finds it.
-METADATA_CLASSES = {
-    "torch.distributed.checkpoint.metadata Metadata",
-    "torch.distributed.checkpoint.metadata MetadataIndex",
-    "torch.distributed.checkpoint.metadata TensorStorageMetadata",
-    "torch.distributed.checkpoint.metadata BytesStorageMetadata",
-    "torch.distributed.checkpoint.metadata ChunkStorageMetadata",
-    "torch.distributed.checkpoint.metadata TensorProperties",
-    "torch.distributed.checkpoint.metadata StorageMeta",
-    "torch.distributed.checkpoint.metadata _MEM_FORMAT_ENCODING",
+METADATA = """Metadata MetadataIndex TensorStorageMetadata BytesStorageMetadata
+    ChunkStorageMetadata TensorProperties StorageMeta _MEM_FORMAT_ENCODING""".split()
+METADATA_CLASSES = {f"torch.distributed.checkpoint.metadata {name}" for name in METADATA} | {
     "torch.distributed.checkpoint.filesystem _StorageInfo",
     "torch.serialization _get_layout",
     "torch Size",
@@ -138,21 +132,21 @@ def test_nemo_finds_the_weights_that_it_asks_for(tiny_tokenizer_dir, tmp_path):
     assert torch.load(folder / "common.pt", weights_only=True) is not None
 
 
-def test_a_file_that_was_written_again_names_the_first_tokenizer(tiny_tokenizer_dir, tmp_path):
+@pytest.mark.parametrize("form", ["again.nemo", "again/"])
+def test_a_file_that_was_written_again_names_the_first_tokenizer(
+    tiny_tokenizer_dir, tmp_path, form
+):
     MegatronGPTModel(tiny_config(tiny_tokenizer_dir)).save_to(str(tmp_path / "first.nemo"))
-    for number, as_folder in enumerate((True, False)):
-        model = MegatronGPTModel.restore_from(tmp_path / "first.nemo")
-        assert model.cfg.tokenizer.type != tiny_tokenizer_dir  # the copy in the file
-        target = tmp_path / (f"again{number}" + ("/" if as_folder else ".nemo"))
-        model.save_to(str(target))
-        if as_folder:
-            written = OmegaConf.load(tmp_path / "again0" / "model_config.yaml")
-            assert written.tokenizer.type == tiny_tokenizer_dir
-            again = MegatronGPTModel.restore_from(tmp_path / "again0")
-            assert Path(again.cfg.tokenizer.type).parent == tmp_path / "again0"
-        else:
-            written = nemo_reads(target, tmp_path / "unpacked")
-            assert written["tokenizer"]["type"] == tiny_tokenizer_dir
+    model = MegatronGPTModel.restore_from(tmp_path / "first.nemo")
+    assert model.cfg.tokenizer.type != tiny_tokenizer_dir  # the copy in the file
+    model.save_to(f"{tmp_path}/{form}")
+    if form.endswith(".nemo"):
+        written = nemo_reads(tmp_path / form, tmp_path / "unpacked")
+    else:
+        written = OmegaConf.load(tmp_path / "again/model_config.yaml")
+        again = MegatronGPTModel.restore_from(tmp_path / "again")
+        assert Path(again.cfg.tokenizer.type).parent == tmp_path / "again"
+    assert written["tokenizer"]["type"] == tiny_tokenizer_dir
 
 
 def edited(path, folder, **changes):
@@ -233,13 +227,6 @@ def test_a_file_without_parallel_sizes_has_those_of_one_rank(nemo_folder, tmp_pa
     assert cfg.model.context_parallel_size == 1
 
 
-def test_tokenizer_files_need_no_reference(tiny_sentencepiece_model, nemo_folder, tmp_path):
-    tokenizer = {"library": "sentencepiece", "model": "/of/the/writer/spm.model"}
-    path = edited(nemo_folder, tmp_path / "m", tokenizer=tokenizer)
-    shutil.copyfile(tiny_sentencepiece_model, path / "spm.model")
-    assert sources.read_config(path).tokenizer.model == str(path / "spm.model")
-
-
 def test_an_archive_cannot_name_files_outside_or_run_code(nemo_folder, tmp_path):
     path = edited(nemo_folder, tmp_path / "n", **{"tokenizer.trust_remote_code": True})
     assert sources.read_config(path).tokenizer.trust_remote_code is False
@@ -254,11 +241,16 @@ def test_an_archive_cannot_name_files_outside_or_run_code(nemo_folder, tmp_path)
     assert not (tmp_path / "outside").exists() and not (tmp_path.parent / "outside").exists()
 
 
-def test_files_of_a_folder_may_be_links(tiny_sentencepiece_model, nemo_folder, tmp_path):
-    """In the cache of the Hugging Face hub: they lead to `blobs` beside the folder."""
-    tokenizer = {"library": "sentencepiece", "model": "nemo:spm.model"}
-    (tmp_path / "snapshots").mkdir()
-    (tmp_path / "blobs").mkdir()
+@pytest.mark.parametrize("named", ["/of/the/writer/spm.model", "nemo:spm.model"])
+def test_tokenizer_files_lie_beside_the_configuration(
+    tiny_sentencepiece_model, nemo_folder, tmp_path, named
+):
+    """Also without a reference, and as links, which lead to `blobs` beside the folder in the cache
+    of the Hugging Face hub.
+    """
+    for folder in ("snapshots", "blobs"):
+        (tmp_path / folder).mkdir()
+    tokenizer = {"library": "sentencepiece", "model": named}
     path = edited(nemo_folder, tmp_path / "snapshots/0123", tokenizer=tokenizer)
     shutil.copyfile(tiny_sentencepiece_model, tmp_path / "blobs/4567")
     (path / "spm.model").symlink_to("../../blobs/4567")

@@ -46,7 +46,7 @@ REDUCTIONS = {"token": "token-mean", "sequence": "seq-mean-token-mean"}  # ours,
 
 COMPARISONS = Comparisons()
 ONLY_ONE = {
-    "token log-likelihood": "only OpenRLHF has it of log-probs; test_sft_model.py has a loop",
+    "token log-likelihood": "only OpenRLHF has it of log-probs; test_packing.py has a loop",
     "explained variance": "trl alone reports it",
     "RPO": "NeMo-Aligner's own; test_preference.py has a naive loop",
 }

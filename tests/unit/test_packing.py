@@ -1,7 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
 """Packed SFT sequences: the packs, their batches, and loss and gradient against the examples one
-by one.
+by one; and how the losses of examples, packed or not, become one.
 """
 
 import itertools
@@ -17,7 +17,7 @@ from nemo_aligner.models.nlp.gpt.gpt_sft_model import GPTSFTModel
 from nemo_aligner.parallel.device import get_device
 from tests.cases import some_of
 from tests.data_sets import sft
-from tests.tiny_models import NORMS_AFTER, tiny_config
+from tests.tiny_models import NORMS_AFTER, assert_gradients_of, tiny_config
 
 LINES = [("the film", "was a joy"), ("a dull", "plot"), ("I loved the music", "and the story")]
 LINES += [("x", "y"), ("", "z"), ("a warm evening with old friends", "ends"), ("b", "cc")]
@@ -50,15 +50,10 @@ def test_packs_hold_every_example_once_and_are_full():
     assert [each[0] for each in packs] == sorted(each[0] for each in packs)
     # No example could have been put into an earlier pack with less room.
     naive: list[list[int]] = []
-    for number, needed in enumerate(slots):
+    for number, needed in enumerate(slots[:401]):
         room = [64 - sum(slots[i] for i in each) for each in naive]
         fits = [(left, which) for which, left in enumerate(room) if left >= needed]
-        if fits:
-            naive[min(fits)[1]].append(number)
-        else:
-            naive.append([number])
-        if number == 400:
-            break
+        naive[min(fits)[1]].append(number) if fits else naive.append([number])
     assert pack(slots[:401], 64) == naive
 
 
@@ -108,31 +103,32 @@ def test_blends_and_limits_are_packed(build, tmp_path):
 # --- loss and gradient ---
 
 
+RECOMPUTED = {"granularity": "full", "method": "uniform", "num_layers": 1}
+SELECTIVE = {"activations_checkpoint_granularity": "selective"}
+ARCHITECTURES = {
+    "gpt2": {"architecture": "gpt2"},
+    "llama": {},
+    "window": {"window_size": [3, 0]},
+    "norms after": NORMS_AFTER | {"attn_logit_softcapping": 0.5},
+    "beside": {"parallel_attention": True},
+    "recomputed": {f"activations_checkpoint_{key}": x for key, x in RECOMPUTED.items()},
+    "selective": SELECTIVE,
+    "modules": {
+        **SELECTIVE,
+        "mcore_customization_config": {"recompute_modules": ["core_attn", "mlp"]},
+    },
+}
+
+
 @some_of("reduction", ["token", "sequence"], keep=["sequence"])
-@pytest.mark.parametrize(
-    "architecture",
-    ["gpt2", "llama", "window", "norms after", "beside", "recomputed", "selective", "modules"],
-)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_loss_and_gradient_are_those_of_the_examples_alone(
     tiny_tokenizer_dir, tiny_tokenizer, build, architecture, reduction
 ):
     """Against a loop over the examples with the bare model; two packs to a micro-batch."""
     packed, plain = build(packed_sequence=True), build()
-    recomputation = {"granularity": "full", "method": "uniform", "num_layers": 1}
-    recomputation = {f"activations_checkpoint_{key}": x for key, x in recomputation.items()}
-    more = {
-        "window": {"window_size": [3, 0]},
-        "norms after": NORMS_AFTER | {"attn_logit_softcapping": 0.5},
-        "beside": {"parallel_attention": True},
-        "recomputed": recomputation,
-        "selective": {"activations_checkpoint_granularity": "selective"},
-        "modules": {
-            "activations_checkpoint_granularity": "selective",
-            "mcore_customization_config": {"recompute_modules": ["core_attn", "mlp"]},
-        },
-    }.get(architecture, {})
-    own = {"architecture": "llama" if more else architecture, "loss_reduction": reduction}
-    cfg = tiny_config(tiny_tokenizer_dir, micro_batch_size=2, **own, **more)
+    own = {"micro_batch_size": 2, "loss_reduction": reduction, **ARCHITECTURES[architecture]}
+    cfg = tiny_config(tiny_tokenizer_dir, **own)
     vocab = tiny_tokenizer.vocab_size
     reference = GPTSFTModel(cfg).unwrapped()[0]
     losses = []
@@ -157,10 +153,7 @@ def test_loss_and_gradient_are_those_of_the_examples_alone(
     loss, metrics = model.get_loss_and_metrics(packed.collate_fn(packs), forward_only=False)
     assert loss == pytest.approx(expected.item(), rel=1e-5)
     assert metrics["weights"] == sum(len(each) for each in means)
-    for (name, parameter), ours in zip(
-        reference.named_parameters(), model.unwrapped()[0].parameters(), strict=True
-    ):
-        torch.testing.assert_close(ours.main_grad, parameter.grad, rtol=1e-5, atol=1e-6, msg=name)
+    assert_gradients_of(reference, model, rtol=1e-5)
     model.prepare_for_validation_step()
     again, _ = model.get_loss_and_metrics(packed.collate_fn(packs), forward_only=True)
     assert again == pytest.approx(loss, rel=1e-6)
@@ -172,3 +165,31 @@ def test_rows_of_the_samples_of_a_pack():
     positions = torch.tensor([[0, 1, 0, 1, 2], [0, 0, 1, 2, 0]])
     rows = [[1, 0, 0, 0, 0], [0, 0, 1, 1, 1], [0] * 5, [0] * 5, [0, 1, 1, 0, 0], [0, 0, 0, 0, 1]]
     assert one_row_per_sample(mask, positions).tolist() == rows
+
+
+@pytest.mark.parametrize("reduction", ["token", "sequence", "microbatch"])
+def test_loss_reductions_and_their_weights(tiny_tokenizer_dir, build, reduction):
+    """Against the loss of each sample alone. Validation weights batches by `weights`, so the mean
+    of two batches must be that of both together.
+    """
+    cfg = tiny_config(tiny_tokenizer_dir, micro_batch_size=1, loss_reduction=reduction)
+    model, dataset = GPTSFTModel(cfg), build()
+    model.prepare_for_validation_step()
+    samples = [dataset[0], dataset[3], dataset[1], dataset[-1]]  # the last one is empty
+    batches = [dataset.collate_fn([sample]) for sample in samples]
+    alone = [model.get_loss_and_metrics(batch, forward_only=True)[0] for batch in batches]
+    lengths = [int(dataset.collate_fn([sample])["loss_mask"].ne(0).sum()) for sample in samples]
+    assert lengths[3] == 0 and len(set(lengths)) == 4 and alone[3] == 0
+    sums, counts = {
+        "token": ([mean * length for mean, length in zip(alone, lengths, strict=True)], lengths),
+        "sequence": (alone, [1, 1, 1, 0]),
+        "microbatch": (alone, [1, 1, 1, 1]),
+    }[reduction]
+    for taken in ([0, 1], [2, 3], [0, 1, 2, 3]):
+        loss, metrics = model.get_loss_and_metrics(
+            dataset.collate_fn([samples[i] for i in taken]), forward_only=True
+        )
+        count = sum(counts[i] for i in taken)
+        assert metrics["weights"] == count
+        assert loss == pytest.approx(sum(sums[i] for i in taken) / count, rel=1e-5)
+    model.finish_validation_step()

@@ -5,6 +5,7 @@ among fakes, and numbers by hand.
 """
 
 import math
+import statistics
 
 import pytest
 import torch
@@ -84,16 +85,14 @@ def naive_data(rollout: dict, cfg: dict, max_response_length: int):
         def gae(i, lam):  # as a sum over all later columns, not as a recursion
             v, n = values[i], len(spans[i])
             deltas = [rewards[i][t] + gamma * v[t + 1] - v[t] for t in range(n)]
-            to_come = lambda t: sum((gamma * lam) ** (k - t) * deltas[k] for k in range(t, n))
-            return [to_come(t) for t in range(n)]
+            return discounted(deltas, gamma * lam)
 
         advantages = {i: gae(i, 0.95) for i in rows}
         of_critic = cfg.get("critic_gae_lambda")
         returns = {i: gae(i, 0.95 if of_critic is None else of_critic) for i in rows}
         returns = {i: [a + v for a, v in zip(returns[i], values[i])] for i in rows}
     elif estimator == "reinforce_plus_plus":
-        to_come = lambda row, t: sum(gamma ** (k - t) * row[k] for k in range(t, len(row)))
-        advantages = {i: [to_come(rewards[i], t) for t in range(len(rewards[i]))] for i in rows}
+        advantages = {i: discounted(rewards[i], gamma) for i in rows}
     elif estimator == "teacher":
         advantages = {i: [0.0] * len(spans[i]) for i in rows}
     else:
@@ -101,15 +100,12 @@ def naive_data(rollout: dict, cfg: dict, max_response_length: int):
         for i in rows:
             same = [j for j in rows if ROWS[j][0] == ROWS[i][0]]
             scores = [sum(rewards[j]) for j in same]
-            mine = sum(rewards[i])
-            if estimator == "dr_grpo":
-                advantage = mine - sum(scores) / len(scores)
-            elif estimator == "rloo":
-                advantage = mine - (sum(scores) - mine) / (len(scores) - 1)
-            else:
-                mean = sum(scores) / len(scores)
-                std = math.sqrt(sum((score - mean) ** 2 for score in scores) / (len(scores) - 1))
-                advantage = (mine - mean) / (std + 1e-6)
+            mine, mean = sum(rewards[i]), statistics.mean(scores)
+            advantage = {
+                "dr_grpo": mine - mean,
+                "rloo": mine - (sum(scores) - mine) / (len(scores) - 1),
+                "grpo": (mine - mean) / (statistics.stdev(scores) + 1e-6),
+            }[estimator]
             advantages[i] = [advantage] * len(spans[i])
     if cfg.get("normalize_advantages", True) and estimator in ("gae", "reinforce_plus_plus"):
         advantages = shifted_and_scaled(advantages)
@@ -117,12 +113,15 @@ def naive_data(rollout: dict, cfg: dict, max_response_length: int):
         coef, gamma = cfg["teacher_kl_coef"], cfg.get("teacher_kl_discount", 0.0)
         for i in rows:
             own, theirs = rollout["logprobs"], rollout["teacher_logprobs"]
-            of_token = [float(own[i, t]) - float(theirs[i, t]) for t in spans[i]]
-            for t in range(len(of_token)):
-                to_come = sum(gamma ** (k - t) * of_token[k] for k in range(t, len(of_token)))
-                advantages[i][t] -= coef * to_come
+            to_come = discounted([float(own[i, t] - theirs[i, t]) for t in spans[i]], gamma)
+            advantages[i] = [a - coef * later for a, later in zip(advantages[i], to_come)]
     clip = cfg.get("advantage_clip") or math.inf
     return {i: [max(-clip, min(clip, a)) for a in row] for i, row in advantages.items()}, returns
+
+
+def discounted(row: list, gamma: float) -> list:
+    """Of each element its sum with all later ones."""
+    return [sum(gamma ** (k - t) * row[k] for k in range(t, len(row))) for t in range(len(row))]
 
 
 def shifted_and_scaled(rows: dict, keep_mean: bool = False) -> dict:
@@ -136,32 +135,28 @@ def shifted_and_scaled(rows: dict, keep_mean: bool = False) -> dict:
 EVERYTHING = {"kl_estimator": "k2", "initial_policy_kl_penalty": 0.3, "reward_clip": 1.25}
 EVERYTHING |= {"overlong_buffer_len": 3, "overlong_penalty_factor": 0.5, "advantage_clip": 0.8}
 EVERYTHING |= {"whiten_rewards": True, "discount_factor": 0.9}
+STRONG = {"initial_policy_kl_penalty": 0.5}
+RPP = {"advantage_estimator": "reinforce_plus_plus"}
 
 
 @pytest.mark.parametrize(
     "changes",
     [
         {},
-        {"use_absolute_kl": True, "initial_policy_kl_penalty": 0.5},
-        *(
-            {"kl_estimator": name, "initial_policy_kl_penalty": 0.5}
-            for name in ("k1", "abs", "k2", "k3")
-        ),
+        {"use_absolute_kl": True, **STRONG},
+        *({"kl_estimator": name, **STRONG} for name in ("k1", "abs", "k2", "k3")),
         {"critic_gae_lambda": 0.0, "discount_factor": 0.9},
         {"advantage_clip": 0.5, "normalize_advantages": False},
         {"whiten_rewards": True},
         {"overlong_buffer_len": 6, "overlong_penalty_factor": 2.5},
         {**EVERYTHING, "critic_gae_lambda": 0.7},
-        {"advantage_estimator": "reinforce_plus_plus"},
-        {
-            "advantage_estimator": "reinforce_plus_plus",
-            "normalize_advantages": False,
-            "discount_factor": 0.8,
-        },
-        {"advantage_estimator": "reinforce_plus_plus", **EVERYTHING, "whiten_rewards": False},
-        {"advantage_estimator": "rloo", **EVERYTHING, "whiten_rewards": False},
-        {"advantage_estimator": "grpo", "kl_estimator": "k3", "initial_policy_kl_penalty": 0.5},
-        {"advantage_estimator": "grpo", **EVERYTHING, "whiten_rewards": False},
+        RPP,
+        {**RPP, "normalize_advantages": False, "discount_factor": 0.8},
+        *(
+            {"advantage_estimator": name, **EVERYTHING, "whiten_rewards": False}
+            for name in ("reinforce_plus_plus", "rloo", "grpo")
+        ),
+        {"advantage_estimator": "grpo", "kl_estimator": "k3", **STRONG},
         {"teacher_kl_coef": 1.0},
         {"teacher_kl_coef": 0.7, "teacher_kl_discount": 0.6, **EVERYTHING},
         *(
@@ -215,31 +210,27 @@ def test_a_policy_that_is_its_teacher_learns_nothing_from_it():
 @pytest.mark.parametrize("estimator", ["rloo", "grpo"])
 def test_equally_rewarded_responses_of_any_length_teach_nothing(estimator):
     rollout = scored_rollout(False) | {"rewards": torch.ones(len(ROWS))}
-    rollout["idx"][STAND_IN] = (
-        9  # a prompt of its own, which cannot be used: it is not one without signal either
-    )
+    # A prompt of its own, which cannot be used: it is not one without signal either.
+    rollout["idx"][STAND_IN] = 9
     trainer = make_trainer(advantage_estimator=estimator, initial_policy_kl_penalty=0.0)
     data, metrics = trainer.generate_ppo_data(rollout)
     assert (data["advantages"][data["mask"].bool()] == 0).all()
     assert metrics["fraction_of_prompts_without_signal"] == 1.0
     rollout["rewards"][0] = 2.0  # of one of three prompts
-    assert trainer.generate_ppo_data(rollout)[1][
-        "fraction_of_prompts_without_signal"
-    ] == pytest.approx(2 / 3)
+    _, metrics = trainer.generate_ppo_data(rollout)
+    assert metrics["fraction_of_prompts_without_signal"] == pytest.approx(2 / 3)
 
 
 def test_metrics_say_what_was_clipped_and_taken_off():
-    settings = {"reward_clip": 1.0, "overlong_buffer_len": 4, "advantage_clip": 1e-3}
-    settings["initial_policy_kl_penalty"] = 0.5
-    _, metrics = make_trainer(
-        max_response_length=6, kl_estimator="k2", **settings
-    ).generate_ppo_data(scored_rollout(True))
+    settings = dict(reward_clip=1.0, overlong_buffer_len=4, advantage_clip=1e-3)
+    settings |= dict(initial_policy_kl_penalty=0.5, max_response_length=6, kl_estimator="k2")
+    rollout = scored_rollout(True)
+    _, metrics = make_trainer(**settings).generate_ppo_data(rollout)
     lengths = [4, 5, 3, 7, 2, 7, 1]  # nothing is taken off up to 2 tokens, everything from 6 on
     taken = 2 / 4 + 3 / 4 + 1 / 4 + 1 + 0 + 1 + 0
     assert metrics["overlong_penalty"] == pytest.approx(-taken / 7)
     assert metrics["fraction_of_rewards_clipped"] == pytest.approx(3 / 7)  # 1.5, 2.0 and -2.5
     assert metrics["fraction_of_advantages_clipped"] > 0.9
-    rollout = scored_rollout(True)
     kl = 0.5 * (rollout["logprobs"] - rollout["init_logprobs"])[:STAND_IN].double() ** 2
     assert metrics["init_policy_kl_per_sample"] == pytest.approx(float(kl.nansum() / 7), rel=1e-5)
     means = [row.nansum() / length for row, length in zip(kl, lengths)]
@@ -341,9 +332,8 @@ def test_weights_of_samples_multiply_their_advantages():
     plain = trainer.generate_ppo_data(batch)[0]["advantages"]
     weights = torch.tensor([0.5, 1.0, 2.0, 0.0, 3.0, 1.0, 1.0, 0.0])
     weighted, _ = trainer.generate_ppo_data(batch | {"loss_multiplier": weights})
-    compared_without_row_3 = [0, 2, 4, 5, 6, 7]
     found, wanted = weighted["advantages"], plain * weights[:, None]
-    compared = compared_without_row_3
+    compared = [0, 2, 4, 5, 6, 7]  # without row 3 and the one of the same prompt
     torch.testing.assert_close(found[compared], wanted[compared])
     assert not weighted["mask"][3].any()
 

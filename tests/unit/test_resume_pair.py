@@ -89,10 +89,11 @@ def test_incomplete_checkpoints_are_not_counted(tmp_path, monkeypatch):
             (folder / "COMPLETE").touch()
     monkeypatch.chdir(tmp_path)
     callback = CheckpointCallback(".", None, None, None, name="x")
-    folders = {
-        1: str(tmp_path / "checkpoints/d"),
-        3: str(tmp_path / "checkpoints/c"),
-    }  # of step 1 the newer one
-    assert callback.saved_at("step") == folders and callback.saved_at("actor_step") == {}
-    (tmp_path / "checkpoints/c/state.json").unlink()  # being removed
-    assert callback.saved_at("step") == {1: folders[1]}
+    checkpoints = tmp_path / "checkpoints"
+    newer = {1: str(checkpoints / "d")}
+    assert callback.saved_at("step") == {**newer, 3: str(checkpoints / "c")}
+    assert callback.saved_at("actor_step") == {}
+    (checkpoints / "c/state.json").write_bytes(b'{"save_number": null}')  # torn
+    assert callback.saved_at("step") == newer
+    (checkpoints / "c/state.json").unlink()  # being removed
+    assert callback.saved_at("step") == newer

@@ -3,7 +3,7 @@
 """Data of SteerLM: labels, texts for a regression reward model, data sets in its form, and
 annotations by a served model, here a socket that rates texts by their length.
 
-The real server is in tests/functional/test_steerlm_data.py.
+The real server is in tests/functional/test_steerlm_scripts.py.
 """
 
 import gzip
@@ -16,7 +16,6 @@ from pathlib import Path
 
 import annotation
 import labels
-import numpy as np
 import preprocess_openassistant_data
 import process_to_regression_format
 import pytest
@@ -84,13 +83,10 @@ def test_labels_are_texts_and_numbers():
     assert read == {"humor": 0.0, "quality": 3.5}
     assert labels.rounded_label([4.6, -0.2], names) == "quality:4,humor:0"
     assert labels.rounded_label([1.49, 2.51], names) == "quality:1,humor:3"
-    for text, message in [
-        ("quality", "is not one of attributes: write name:number"),
-        ("quality:high", "is not one of attributes"),
-        ("quality:nan", "is not one of attributes"),
-        ("", "is not one of attributes"),
-        ("wit:3", "has the attribute 'wit', which is none of quality, humor"),
-    ]:
+    how = "is not one of attributes: write name:number"
+    wrong = dict.fromkeys(("quality", "quality:high", "quality:nan", ""), how)
+    wrong |= {"wit:3": "has the attribute 'wit', which is none of quality, humor"}
+    for text, message in wrong.items():
         with pytest.raises(UserError, match=message):
             process_to_regression_format.parse_label(text, names)
     assert labels.read_attributes("a, b") == ("a", "b")
@@ -170,7 +166,7 @@ def test_conversations_of_help_steer(tmp_path, monkeypatch, capsys):
     names = steerlm.HELPSTEER_ATTRIBUTES
     rated = [{name: n % 5 for name in names} for n in range(4)]
     rows = [{"prompt": f"p{n}", "response": "r", **each} for n, each in enumerate(rated)]
-    (tmp_path / "hs").mkdir()
+    (tmp_path / "hs/preference").mkdir(parents=True)
     write(tmp_path / "hs/train.jsonl", rows)
     write(tmp_path / "hs/validation.jsonl", rows[:1])
     out = tmp_path / "out"
@@ -183,17 +179,9 @@ def test_conversations_of_help_steer(tmp_path, monkeypatch, capsys):
     run("preprocess_helpsteer2_data", monkeypatch, capsys, *given, "--only_helpfulness")
     assert read(out / "train.jsonl")[2]["conversations"][1]["label"] == "helpfulness:2"
 
-    pairs = [
-        {
-            "split": split,
-            "prompt": "p",
-            "response_1": "one",
-            "response_2": "two",
-            "preference_strength": strength,
-        }
-        for split, strength in (("train", -2), ("validation", 1), ("train", 3))
-    ]
-    (tmp_path / "hs/preference").mkdir()
+    same = {"prompt": "p", "response_1": "one", "response_2": "two"}
+    strengths = ("train", -2), ("validation", 1), ("train", 3)
+    pairs = [same | {"split": part, "preference_strength": much} for part, much in strengths]
     write(tmp_path / "hs/preference/train.jsonl", pairs)
     run("preprocess_helpsteer2_data", monkeypatch, capsys, *given, "-pref")
     found = read(out / "train.jsonl")
@@ -207,12 +195,14 @@ def test_conversations_of_help_steer(tmp_path, monkeypatch, capsys):
     (tmp_path / "bad").mkdir()
     for name in ("train", "validation"):
         write(tmp_path / f"bad/{name}.jsonl", [{"prompt": "p", "response": "r", "wit": 1}])
-    given[-1] = tmp_path / "bad"
-    error = run("preprocess_helpsteer_data", monkeypatch, capsys, *given)
-    assert "train data, row 1: all of helpfulness" in error
-    given[-1] = tmp_path / "nothing"
-    error = run("preprocess_helpsteer_data", monkeypatch, capsys, *given)
-    assert "cannot be loaded" in error and "--dataset" in error
+    for folder, words in (
+        ("bad", "train data, row 1: all of helpfulness"),
+        ("nothing", "cannot be loaded"),
+    ):
+        given[-1] = tmp_path / folder
+        error = run("preprocess_helpsteer_data", monkeypatch, capsys, *given)
+        assert words in error
+    assert "--dataset" in error
 
 
 def test_labelled_texts_are_data_of_a_regression_reward_model(tmp_path, monkeypatch, capsys):
@@ -273,13 +263,6 @@ def ratings(text):
     return len(said) - 2.0, 1.6 * said.count("b")
 
 
-def labels_of(record):
-    """The labels of the responses by hand."""
-    said = [t["value"] for t in record["conversations"] if t["from"] == "Assistant"]
-    letters = [0, 2, 3, 4, 4]  # of so many times b
-    return [f"length:{max(len(s) - 2, 0)},letters:{letters[s.count('b')]}" for s in said]
-
-
 def client(server):
     return AttributeModel("127.0.0.1", server.port, "reward_model", patience(20), patience(20))
 
@@ -290,14 +273,16 @@ def annotated(path, out, server, turns_per_request=4):
 
 
 def check_labels(out, given):
-    found = read(out)
-    assert len(found) == len(given)
-    for record, original in zip(found, given, strict=True):
-        assert record["type"] == "VALUE_TO_TEXT"
-        labels = [t["label"] for t in record["conversations"]]
-        assert labels == [None, labels_of(original)[0], None, labels_of(original)[1]]
-        plain = [{**t, "label": None} for t in record["conversations"]]
-        assert plain == [{**t, "label": None} for t in original["conversations"]]
+    """Against labels by hand."""
+    letters = [0, 2, 3, 4, 4]  # of so many times b
+    for original, found in zip(given, read(out), strict=True):
+        assert found.pop("type") == "VALUE_TO_TEXT"
+        wanted = json.loads(json.dumps(original))
+        for said in wanted["conversations"]:
+            text, is_response = said["value"], said["from"] == "Assistant"
+            label = f"length:{max(len(text) - 2, 0)},letters:{letters[text.count('b')]}"
+            said["label"] = label if is_response else None
+        assert found["conversations"] == wanted["conversations"]
 
 
 def test_a_stopped_annotation_goes_on_where_it_ended(tmp_path):
@@ -357,17 +342,6 @@ def test_a_client_of_rewards_refuses_a_server_of_attributes():
         with pytest.raises(ServerMismatchError, match="gives 2 attributes.*merge_attributes=True"):
             fleet.wait_until_ready(patience(20))
         fleet.close()
-
-
-@pytest.mark.parametrize("bad", [np.ones(3), np.ones((2, 2)), np.full((3, 2), np.nan)])
-def test_attributes_that_cannot_be_used_are_refused(bad):
-    from nemo_aligner.servers.schema import validate_reply
-
-    reply = {"rewards": bad.astype(np.float32)}
-    with pytest.raises(schema.ReplyError):
-        validate_reply(schema.attributes_endpoint(), reply, samples=3)
-    good = {"rewards": np.ones((3, 2), np.float32)}
-    validate_reply(schema.attributes_endpoint(), good, samples=3)
 
 
 def test_the_command_takes_the_arguments_of_nemo_aligner(tmp_path, monkeypatch, capsys):

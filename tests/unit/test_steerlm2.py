@@ -23,7 +23,7 @@ from nemo_aligner.models.nlp.gpt import gpt_sft_model
 from nemo_aligner.models.nlp.gpt.gpt_sft_model import GPTSteerLMModel
 from tests.data_sets import MARKS
 from tests.oracles import nemo_aligner_steerlm2_loss
-from tests.tiny_models import tiny_config
+from tests.tiny_models import assert_gradients_of, tiny_config
 
 # --- the loss -----------------------------------------------------------------------------------
 
@@ -36,8 +36,7 @@ def naive(log_policy, log_q, targets, tokens):
         ratios = [math.exp(log_policy[prompt, n] - log_q[prompt, n]) for n in rows]
         divergence = 0.0
         for row, ratio in zip(rows, ratios, strict=True):
-            wanted = float(targets[prompt, row])
-            if wanted > 0:
+            if (wanted := float(targets[prompt, row])) > 0:
                 divergence += wanted * math.log(wanted / (ratio / sum(ratios)))
         length = sum(float(tokens[prompt, n]) for n in rows) / max(len(rows), 1)
         divergences.append(divergence)
@@ -128,19 +127,13 @@ def response(text, *numbers, speaker="Assistant"):
 
 
 def record(**changes):
+    turns = ("User", "hello"), ("Assistant", "the film"), ("User", "more")
+    numbers = {"a joy": (-0.5, -8.0, -7.0), "dull": (-3, -9, -10.5), "x": (-0.1, -4, -3.5)}
     return {
         "system": "Be kind.",
-        "prompt_turns": [
-            {"from": "User", "value": "hello"},
-            {"from": "Assistant", "value": "the film"},
-            {"from": "User", "value": "more"},
-        ],
+        "prompt_turns": [{"from": speaker, "value": value} for speaker, value in turns],
         "label": "quality:4",
-        "responses": [
-            response("a joy", -0.5, -8.0, -7.0),
-            response("dull", -3, -9, -10.5),
-            response("x", -0.1, -4, -3.5),
-        ],
+        "responses": [response(text, *numbers[text]) for text in numbers],
         **changes,
     }
 
@@ -149,9 +142,10 @@ SHORT = {"prompt_turns": [{"from": "User", "value": "hi"}], "label": None}
 SHORT["responses"] = [response("one", -1, -5, -5), response("two", -2, -5, -5)]
 
 
-def data_of(path, **section):
+def data_of(path, tokenizer=None, **section):
     cfg = OmegaConf.create({"file_path": path, "max_seq_length": 128, **section})
-    return build_steerlm2_dataset(cfg, ByteLevelTokenizer({}), special_tokens=MARKS)
+    tokenizer = tokenizer or ByteLevelTokenizer({})
+    return build_steerlm2_dataset(cfg, tokenizer, special_tokens=MARKS)
 
 
 PROMPT = "\x00System\nBe kind.\n\x11User\nhello\n\x11Assistant\nthe film\n"
@@ -171,10 +165,8 @@ def test_texts_masks_and_weights_by_hand(write):
     assert bytes(data[1]["responses"][1].tokens).decode() == (
         "\x00System\n\n\x11User\nhi\n\x11Assistant\ntwo\n\x11"
     )
-    assert (
-        data.get_prompt("Be kind.", record()["prompt_turns"])
-        == PROMPT.partition("\x11Ass")[0] + "\x11Assistant\nthe film\n\x11User\nmore\n"
-    )
+    prompt = data.get_prompt("Be kind.", record()["prompt_turns"])
+    assert prompt == PROMPT.partition("\x11Assistant\n\x12")[0]
 
     batch = data.collate_fn([data[1], data[0], data[-1]])
     width = 16 * math.ceil(len(f"{PROMPT}a joy\n\x11") / 16)
@@ -210,19 +202,14 @@ class JoinsNewlines(ByteLevelTokenizer):
 
 def test_a_response_that_the_tokenizer_joins_with_its_prompt_is_refused(write):
     """Behind a label no token ends the prompt then."""
-    for text in ("a\nb", "\na joy"):
-        path = write(record(responses=[response(text, -1, -5, -5)]))
-        cfg = OmegaConf.create({"file_path": path, "max_seq_length": 128})
-
-        def data(cfg=cfg):
-            return build_steerlm2_dataset(cfg, JoinsNewlines({}), special_tokens=MARKS)
-
-        if text.startswith("\n"):
-            with pytest.raises(UserError, match=r"line 1: the tokenizer joins .*'\\na joy'"):
-                data()
-        else:
-            (answer,) = data()[0]["responses"]
-            assert sum(answer.is_response) == len(f"{text}\n\x11")
+    paths = [
+        write(record(responses=[response(text, -1, -5, -5)]), name=name)
+        for name, text in {"inside": "a\nb", "begin": "\na joy"}.items()
+    ]
+    (answer,) = data_of(paths[0], JoinsNewlines({}))[0]["responses"]
+    assert sum(answer.is_response) == len("a\nb\n\x11")
+    with pytest.raises(UserError, match=r"line 1: the tokenizer joins .*'\\na joy'"):
+        data_of(paths[1], JoinsNewlines({}))
 
 
 BAD = [
@@ -257,11 +244,6 @@ def test_the_call_of_nemo_aligners_script(tmp_path, write):
     assert data.data_cfg["index_mapping_dir"] == str(tmp_path)
 
 
-def whole(model):
-    """A configuration of SteerLM 2.0 with this section `model`."""
-    return Values(resolved(complete_config({"model": model}, "gpt_sft")))
-
-
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
@@ -272,30 +254,38 @@ def whole(model):
     ],
 )
 def test_what_cannot_be_trained_is_refused(keys, message):
-    good = {"restore_from_path": "a.nemo", "data": {"chat": True}}
-    check_steerlm2(whole(good))
+    def check(**keys):
+        model = {"restore_from_path": "a.nemo", "data": {"chat": True}, **keys}
+        check_steerlm2(Values(resolved(complete_config({"model": model}, "gpt_sft"))))
+
+    check()
     with pytest.raises(ConfigError, match=message):
-        check_steerlm2(whole({**good, **keys}))
+        check(**keys)
 
 
 # --- the model ----------------------------------------------------------------------------------
 
 
-def ragged_batch(tokenizer, write, count=4):
+def ragged_batch(tokenizer, write):
     """Prompts of one to three responses, the last an empty slot; the log-probs are not those of
     the model.
     """
     records = []
-    for n in range(count - 1):
+    for n in range(3):
         answers = [
             response("a joy" * (1 + (n + k) % 3), -0.3 * k, -9.0 + k, -8.0 - 0.7 * k - n)
             for k in range(3 - n % 2)
         ]
         turns = [{"from": "User", "value": f"b{n}"}]
         records.append({"prompt_turns": turns, "label": "q:4", "responses": answers})
-    path = write(*records)
-    data = SteerLM2Dataset(path, tokenizer, 64, special_tokens=MARKS)
-    return data.collate_fn([*(data[n] for n in range(count - 1)), data[-1]])
+    data = SteerLM2Dataset(write(*records), tokenizer, 64, special_tokens=MARKS)
+    return data.collate_fn([data[n] for n in (0, 1, 2, -1)])
+
+
+def config(tokenizer_dir, micro_batch_size=2, **changes):
+    sizes = {"encoder_seq_length": 64, "max_position_embeddings": 64}
+    steps = {"micro_batch_size": micro_batch_size, "forward_micro_batch_size": 2}
+    return tiny_config(tokenizer_dir, steerlm2=steps, **sizes, **changes)
 
 
 def log_probs_of(plain, batch, vocab):
@@ -315,12 +305,7 @@ def log_probs_of(plain, batch, vocab):
 def test_loss_and_gradient_equal_autograd_of_the_divergence(
     tiny_tokenizer_dir, tiny_tokenizer, write, micro_batch_size
 ):
-    cfg = tiny_config(
-        tiny_tokenizer_dir,
-        encoder_seq_length=64,
-        max_position_embeddings=64,
-        steerlm2={"micro_batch_size": micro_batch_size, "forward_micro_batch_size": 2},
-    )
+    cfg = config(tiny_tokenizer_dir, micro_batch_size)
     batch = ragged_batch(tiny_tokenizer, write)
     plain = GPTSteerLMModel(cfg).unwrapped()[0]
     log_policy = log_probs_of(plain, batch, tiny_tokenizer.vocab_size)
@@ -349,33 +334,22 @@ def test_loss_and_gradient_equal_autograd_of_the_divergence(
     assert metrics["log_ratio"] == pytest.approx(float(sum(gaps)) / 3, rel=1e-4)
     sizes = [1 / float(batch["ws"][n][tokens[n] > 0].square().sum()) for n in range(3)]
     assert metrics["effective_responses"] == pytest.approx(sum(sizes) / 3, rel=1e-6)
-    for (name, parameter), ours in zip(
-        plain.named_parameters(), model.unwrapped()[0].parameters(), strict=True
-    ):
-        torch.testing.assert_close(ours.main_grad, parameter.grad, rtol=1e-3, atol=2e-6, msg=name)
+    assert_gradients_of(plain, model, rtol=1e-3, atol=2e-6)
     model.prepare_for_validation_step()
     alone, numbers = model.get_loss_and_metrics(batch, forward_only=True)
     assert alone == pytest.approx(loss, rel=1e-6) and numbers.keys() == metrics.keys()
     model.finish_validation_step()
 
 
-def own_batch(tokenizer_dir, tokenizer, write, **changes):
-    """A model, and a batch whose earlier policy is the model itself."""
-    sizes = {"encoder_seq_length": 64, "max_position_embeddings": 64}
-    sizes["steerlm2"] = {"micro_batch_size": 2, "forward_micro_batch_size": 2}
-    cfg = tiny_config(tokenizer_dir, **sizes, **changes)
-    model = GPTSteerLMModel(cfg)
-    batch = ragged_batch(tokenizer, write)
-    rows = {key: batch[key].flatten(0, 1) for key in ("tokens", "labels")}
-    log_q = model.response_log_probs({**rows, "mask": batch["loss_mask"].flatten(0, 1)})
-    batch[LOG_Q] = log_q.view_as(batch["ws"]).double()
-    return model, batch
-
-
 def test_weights_of_responses_are_computed_without_dropout(
     tiny_tokenizer_dir, tiny_tokenizer, write
 ):
-    model, batch = own_batch(tiny_tokenizer_dir, tiny_tokenizer, write, hidden_dropout=0.3)
+    """The earlier policy of the batch is the model itself."""
+    model = GPTSteerLMModel(config(tiny_tokenizer_dir, hidden_dropout=0.3))
+    batch = ragged_batch(tiny_tokenizer, write)
+    rows = {key: batch[key].flatten(0, 1) for key in ("tokens", "labels")}
+    log_q = model.response_log_probs({**rows, "mask": batch["loss_mask"].flatten(0, 1)})
+    batch[LOG_Q] = log_q.view_as(batch["ws"]).double()
     model.setup_megatron_optimization(10)
     model.prepare_for_training_step()
     assert model.get_loss_and_metrics(batch)[1]["log_ratio"] == pytest.approx(0, abs=1e-5)

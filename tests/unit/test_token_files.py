@@ -81,22 +81,21 @@ def test_tokens_are_not_changed_by_append_eod(tmp_path, tiny_tokenizer, warnings
 
 
 def test_bad_files_of_tokens_are_refused(tmp_path, tiny_tokenizer):
-    def refused(impl, path, message):
-        with pytest.raises(UserError, match=message):
-            build_prompts({"train": [str(path)]}, tiny_tokenizer, impl)
-
-    refused("mmap", tmp_path / "no", "no.idx does not exist. With .*data_impl=mmap a path names")
     write_mmap(tmp_path / "other", [[1, 2], [299, 300]])
-    said = "document 1: tokens from 299 to 300, but the tokenizer has"
-    refused("mmap", tmp_path / "other", said)
     write_mmap(tmp_path / "damaged", [[1, 2]])
     (tmp_path / "damaged.idx").write_bytes(b"no index at all")
-    refused("mmap", tmp_path / "damaged", "damaged has an .idx that cannot be read")
-    refused("packed_jsonl", tmp_path / "no.npy", "no.npy does not exist")
     (tmp_path / "text.npy").write_text('{"text": "a"}')
-    refused("packed_jsonl", tmp_path / "text.npy", "text.npy is not a .npy file of tokens")
-    path = write_packed(tmp_path / "matrix", [[[1, 2]]])
-    refused("packed_jsonl", path, r"document 0: int64 of shape \(1, 2\), but the tokens of a text")
+    write_packed(tmp_path / "matrix", [[[1, 2]]])
+    for impl, name, message in (
+        ("mmap", "no", "no.idx does not exist. With .*data_impl=mmap a path names"),
+        ("mmap", "other", "document 1: tokens from 299 to 300, but the tokenizer has"),
+        ("mmap", "damaged", "damaged has an .idx that cannot be read"),
+        ("packed_jsonl", "no.npy", "no.npy does not exist"),
+        ("packed_jsonl", "text.npy", "text.npy is not a .npy file of tokens"),
+        ("packed_jsonl", "matrix.npy", r"document 0: int64 of shape \(1, 2\), but the tokens of"),
+    ):
+        with pytest.raises(UserError, match=message):
+            build_prompts({"train": [str(tmp_path / name)]}, tiny_tokenizer, impl)
 
 
 @pytest.mark.parametrize(
@@ -222,15 +221,13 @@ def test_weights_in_data_prefix(tmp_path, tiny_tokenizer):
 
 
 def test_a_blend_is_divided_file_by_file(tmp_path, tiny_tokenizer):
+    """A part leaves out files too small for it."""
     a, b = write_both(tmp_path, 4, 8)
     train, validation, test = build_prompts([1, a, 2, b], tiny_tokenizer, splits="75,25,0")
     expected = {f"a{n}" for n in range(3)} | {f"b{n}" for n in range(6)}
     assert set(prompts_of(train, tiny_tokenizer)) == expected
     assert set(prompts_of(validation, tiny_tokenizer)) == {"a3", "b6", "b7"}
     assert test is None
-
-
-def test_a_part_of_a_blend_leaves_out_files_too_small_for_it(tmp_path, tiny_tokenizer):
     a, b = write_both(tmp_path, 20, 4)
     train, validation, _ = build_prompts([1, a, 1, b], tiny_tokenizer, splits="95,5,0")
     assert prompts_of(validation, tiny_tokenizer) == ["a19"]

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tokenizers of each library that NeMo's configurations name."""
 
+import base64
 import importlib.util
 import json
 import shutil
@@ -55,33 +56,21 @@ def test_megatron_tokenizer_travels_in_a_nemo_file(gpt2_files, tmp_path):
     assert restored.tokenizer.text_to_ids(TEXT) == model.tokenizer.text_to_ids(TEXT)
 
 
-def test_megatron_sentencepiece(tiny_sentencepiece_model):
-    tokenizer = build(
-        library="megatron", type="GPTSentencePieceTokenizer", model=tiny_sentencepiece_model
-    )
-    plain = build(library="sentencepiece", model=tiny_sentencepiece_model)
-    assert tokenizer.text_to_ids(TEXT) == plain.text_to_ids(TEXT)
-
-
-def test_byte_level():
-    tokenizer = build(library="byte-level", type=None)
-    assert tokenizer.text_to_ids("aé") == list("aé".encode())
-    assert tokenizer.ids_to_text(list("aé".encode())) == "aé"
-    assert tokenizer.eos_id == 0
-
-
 def test_special_tokens_of_hugging_face(tiny_tokenizer_dir, tiny_tokenizer):
     common = {"library": "huggingface", "type": tiny_tokenizer_dir}
     ending = build(**common, special_tokens={"eos_token": "<|end|>"})
     assert ending.eos_id == 300 and ending.vocab_size == 301
-    for more in (["<a>", "<b>"], {"additional_special_tokens": ["<a>", "<b>"]}):
-        tokenizer = build(**common, additional_special_tokens=more)
+    named = {"additional_special_tokens": ["<a>", "<b>"]}
+    for key, more in (
+        ("additional_special_tokens", ["<a>", "<b>"]),
+        ("additional_special_tokens", named),
+        ("special_tokens", named),
+    ):
+        tokenizer = build(**common, **{key: more})
         assert tokenizer.text_to_ids("<b>the<a>")[0] == 301
         assert tokenizer.vocab_size == tiny_tokenizer.vocab_size + 2
     with pytest.raises(ConfigError, match="special_tokens=.*'stop': 'x'.*unknown kind"):
         build(**common, special_tokens={"stop": "x"})
-    tokenizer = build(**common, special_tokens={"additional_special_tokens": ["<a>", "<b>"]})
-    assert tokenizer.text_to_ids("<b>the<a>")[0] == 301
     for wrong in ({"stop": "x"}, {"additional_special_tokens": 5}, [5]):
         with pytest.raises(ConfigError, match="additional_special_tokens=.*cannot be added"):
             build(**common, additional_special_tokens=wrong)
@@ -106,24 +95,27 @@ def test_special_tokens_of_sentencepiece(tiny_sentencepiece_model):
 
 @pytest.mark.skipif(importlib.util.find_spec("tiktoken") is None, reason="needs tiktoken")
 def test_tiktoken_reads_nemos_vocabulary(tmp_path):
-    file = write_tiktoken_vocabulary(tmp_path / "vocab.json")
-    tokenizer = build(library="tiktoken", vocab_file=str(file))
+    """130,072 tokens in NeMo's form: the bytes, then pairs that no text has."""
+    tokens = [bytes([i]) for i in range(256)]
+    tokens += [b"\xff" + i.to_bytes(3, "big") for i in range(2**17 - 1000 - 256)]
+    coded = [base64.b64encode(token).decode() for token in tokens]
+    vocab = [{"rank": i, "token_bytes": each, "token_str": ""} for i, each in enumerate(coded)]
+    (tmp_path / "vocab.json").write_text(json.dumps(vocab))
+    tokenizer = build(library="tiktoken", vocab_file=str(tmp_path / "vocab.json"))
     # 1,000 special tokens come first, then one token per byte
     assert tokenizer.text_to_ids("a\n") == [1000 + ord("a"), 1000 + ord("\n")]
     assert tokenizer.ids_to_text([2, 1000 + ord("a")]) == "a"
     assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.vocab_size) == (1, 2, 2**17)
 
 
-def write_tiktoken_vocabulary(file):
-    """130,072 tokens in NeMo's form: the bytes, then pairs that no text has."""
-    import base64
-
-    tokens = [bytes([i]) for i in range(256)]
-    tokens += [b"\xff" + i.to_bytes(3, "big") for i in range(2**17 - 1000 - 256)]
-    coded = [base64.b64encode(token).decode() for token in tokens]
-    vocab = [{"rank": i, "token_bytes": each, "token_str": ""} for i, each in enumerate(coded)]
-    file.write_text(json.dumps(vocab))
-    return file
+def test_other_libraries(tiny_sentencepiece_model):
+    model = {"model": tiny_sentencepiece_model}
+    tokenizer = build(library="megatron", type="GPTSentencePieceTokenizer", **model)
+    plain = build(library="sentencepiece", **model)
+    assert tokenizer.text_to_ids(TEXT) == plain.text_to_ids(TEXT)
+    tokenizer = build(library="byte-level", type=None)
+    assert tokenizer.text_to_ids("aé") == list("aé".encode())
+    assert tokenizer.ids_to_text(list("aé".encode())) == "aé" and tokenizer.eos_id == 0
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The architectures of Hugging Face that are known here, and the parts that several share."""
+"""The architectures of Hugging Face that are known here, as tables."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -42,8 +42,6 @@ from nemo_aligner.checkpoint.hugging_face.parts import (
     WINDOW,
     WITHOUT_NORM,
 )
-
-# --- tables ---
 
 _WITHOUT_GATE = MLP | {"mlp.linear_fc1.": Rule("mlp.up_proj.")}
 _GELU: dict[Any, dict[str, Any]] = {

@@ -422,21 +422,20 @@ def _adapters(
         stored = next((each for each in keys if {*each} <= source.shapes().keys()), None)
         if stored is None:
             raise UserError(f"the checkpoint lacks {keys[0][0]}, an adapter; copy it again.")
-        a, b = (
-            whole_tensor(source, key) for key in stored
-        )  # [dim or blocks * dim, in], [out, dim]
+        # [dim or blocks * dim, in], [out, dim]
+        a, b = (whole_tensor(source, key) for key in stored)
         canonical, count = settings.variant == "canonical", len(weight.rule.names)
         if canonical and count == 1:  # several projections may be one module
             b = expanded(b, TARGETS[weight.target] + ".", modules.keys)
         blocks_of_a = a.chunk(count) if canonical else [a] * count
         rows = {name: b.new_empty(n, b.shape[1]) for name, n in modules.rows(weight).items()}
         hf.spread(weight.rule.runs(weight.rows, modules.layout.heads), b, rows)
-        for index, (a, b) in enumerate(zip(blocks_of_a, rows.values(), strict=True)):
+        for index, (own_a, own_b) in enumerate(zip(blocks_of_a, rows.values(), strict=True)):
             name = modules.short_name(weight, index)
             stem = f"{NAME_PREFIX}{modules.name(weight, index, layer - 1)}."
-            found.setdefault(name, {}).update({stem + A: a, stem + B: b})
-            if len(a) != settings.dim:
-                wide[name] = len(a) // settings.dim
+            found.setdefault(name, {}).update({stem + A: own_a, stem + B: own_b})
+            if len(own_a) != settings.dim:
+                wide[name] = len(own_a) // settings.dim
     used = [name for name, each in found.items() if any(bool(t.any()) for t in each.values())]
     used = used or list(found)  # adapters that do nothing are adapters all the same
     tensors = {name: tensor for each in used for name, tensor in found[each].items()}

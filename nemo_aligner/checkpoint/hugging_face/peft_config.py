@@ -16,9 +16,6 @@ from nemo_aligner.checkpoint.hugging_face import architecture as hf
 from nemo_aligner.checkpoint.hugging_face.reading import read_json
 from nemo_aligner.config.values import is_number
 
-# --- `adapter_config.json`: by what the outputs of adapters are multiplied. Which layers have
-# some, and of which rank, the tensors say. ---
-
 TASKS = {hf.CAUSAL_LM: "CAUSAL_LM", hf.PER_SAMPLE: "SEQ_CLS", hf.PER_TOKEN: "TOKEN_CLS"}
 _ROLES = {name: role for role, name in TASKS.items()} | {None: hf.CAUSAL_LM}
 # Heads of `modules_to_save`, by Hugging Face's names

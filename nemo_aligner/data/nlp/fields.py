@@ -13,7 +13,7 @@ from nemo_aligner.config.data_rules import line_ends, plain_columns
 from nemo_aligner.core.errors import UserError
 
 Record = dict[str, Any]
-ALL_COLUMNS = "**"  # what a worker of servers/worker.py, which imports nothing, calls all others
+ALL_COLUMNS = "**"  # the name of all others, as in servers/worker.py, which imports nothing
 CONVERSATIONS, PAIR = ("messages", "conversations"), ("chosen", "rejected")
 BESIDE = ("system", "tools", "chat_template_kwargs", "mask", "type")  # fields of a conversation
 A_SAMPLE = ("text", "prompt", *CONVERSATIONS, *BESIDE)

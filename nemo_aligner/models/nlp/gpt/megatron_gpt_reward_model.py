@@ -114,9 +114,15 @@ class MegatronGPTRewardModel(NLPAdapterModelMixin, SupervisedInterface, Inferrab
         """The head: a language model's checkpoint has none."""
         return ("rm_head.",)
 
-    def load_nemo_weights(self, restore_path: str | PathLike[str], *how: Any, **more: Any) -> None:
+    def load_nemo_weights(
+        self,
+        restore_path: str | PathLike[str],
+        strict: bool = True,
+        missing_ok: tuple[str, ...] = (),
+        skip: tuple[str, ...] = (),
+    ) -> None:
         source = open_source(restore_path)
-        super().load_nemo_weights(source, *how, **more)
+        super().load_nemo_weights(source, strict, missing_ok, skip)
         has_head = broadcast_from_last_stage(self.has_trained_head)
         if not has_head:
             logging.info(f"the head is new, from model.seed={self.cfg.seed}")

@@ -306,10 +306,16 @@ class SDPAttention(MegatronModule):
         self,
         config: TransformerConfig,
         layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
         softmax_scale: float | None = None,
-        **_of_other_kinds: Any,
+        cp_comm_type: str | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
     ):
         super().__init__(config=config)
+        given = attention_dropout
+        self.attention_dropout = config.attention_dropout if given is None else given
         self.softmax_scale = softmax_scale
         self.window: int | None = None  # positions before its own that each position attends to
         self.softcap = getattr(config, "attn_logit_softcapping", None)
@@ -323,8 +329,9 @@ class SDPAttention(MegatronModule):
         key: Tensor,
         value: Tensor,
         attention_mask: Tensor | None = None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
         packed_seq_params: Any = None,
-        **_of_other_kinds: Any,
     ) -> Tensor:
         if packed_seq_params is not None:
             ends = packed_seq_params.cu_seqlens_q.tolist()
@@ -350,11 +357,10 @@ class SDPAttention(MegatronModule):
             in_window = visible(positions, width, self.window)
             mask = in_window if mask is None else mask & in_window
         arguments = queries, keys, values, mask, self.softmax_scale, self.softcap
-        dropout = self.config.attention_dropout
-        if self.training and dropout > 0:
+        if self.training and self.attention_dropout > 0:
             # Heads are split over TP ranks (and queries over CP ranks): each draws its own mask.
             with tensor_parallel.get_cuda_rng_tracker().fork():
-                return attention(*arguments, dropout)
+                return attention(*arguments, self.attention_dropout)
         return attention(*arguments)
 
 
