@@ -79,11 +79,15 @@ def with_adapters(write_folder, name: str, **settings) -> tuple[Path, Path, torc
     return base, folder, model
 
 
-def logits_in_peft(base: Path, folder: Path, tokens: torch.Tensor = TOKENS) -> torch.Tensor:
+@torch.no_grad()
+def logits_of(model: torch.nn.Module, tokens: torch.Tensor = TOKENS, **keys) -> torch.Tensor:
+    """`[B, S, V]` of a model of transformers or PEFT."""
+    return model(tokens, **keys).logits
+
+
+def logits_in_peft(base: Path, folder: Path) -> torch.Tensor:
     """`[B, S, V]` of a folder of PEFT over a base, as PEFT loads them."""
-    model = oracle("peft").PeftModel.from_pretrained(load_base(base), folder).eval()
-    with torch.no_grad():
-        return model(tokens).logits
+    return logits_of(oracle("peft").PeftModel.from_pretrained(load_base(base), folder).eval())
 
 
 # --- in this package ---

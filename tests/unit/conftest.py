@@ -11,7 +11,10 @@ import pytest
 from nemo.utils import logging
 
 from nemo_aligner import compat
+from nemo_aligner.core.endings import ExitCode
 from nemo_aligner.data.nlp import index_files
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples" / "quickstart"))
 
 
 @pytest.fixture
@@ -48,6 +51,19 @@ def log_level():
     level = logging.getEffectiveLevel()
     yield
     logging.setLevel(level)
+
+
+@pytest.fixture
+def error_of(capsys):
+    """`error_of(main, *words) -> text`: the message with which a command ends."""
+
+    def error_of(main, *words):
+        with pytest.raises(SystemExit) as ended:
+            main([str(word) for word in words])
+        assert ended.value.code == ExitCode.USER_ERROR, words
+        return capsys.readouterr().err.split("ERROR: ")[-1]
+
+    return error_of
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 """`python -m nemo_aligner.convert`: there and back gives the same bits; errors leave nothing."""
 
 import errno
+import functools
 import json
 import shutil
 import tarfile
@@ -39,22 +40,33 @@ def tensors_of(folder) -> dict[str, torch.Tensor]:
     return {name: tensor for file in files for name, tensor in file.items()}
 
 
+def assert_same_bits(folder, back, **dtype):
+    """`dtype`: another one of the tensors in `back`."""
+    before, after = tensors_of(folder), tensors_of(back)
+    assert before.keys() == after.keys()
+    for key, tensor in before.items():
+        tensor = tensor.to(**dtype)
+        assert after[key].dtype == tensor.dtype and torch.equal(after[key], tensor), key
+
+
+def there_and_back(folder, tmp_path, *words):
+    """The folder that becomes a .nemo and a folder again."""
+    assert convert("hf-to-nemo", folder, tmp_path / "model.nemo", "--overwrite") == 0
+    back = tmp_path / "back"
+    assert convert("nemo-to-hf", tmp_path / "model.nemo", back, "--overwrite", *words) == 0
+    return back
+
+
 @some_of("name", hugging_face.FOLDERS, keep=hugging_face.FEW)
 def test_there_and_back_gives_the_same_bits(write_folder, tmp_path, name):
     hf = hugging_face.randomized(hugging_face.FOLDERS[name])
     if name == "Qwen 2":
         hf = hf.bfloat16()
     folder = write_folder(hf, max_shard_size="40KB")
-    nemo = tmp_path / "model.nemo"
-    assert convert("hf-to-nemo", folder, nemo) == 0
-    assert convert("nemo-to-hf", nemo, tmp_path / "back", "--shard-size", 0.00004) == 0
-
-    before, after = tensors_of(folder), tensors_of(tmp_path / "back")
-    assert before.keys() == after.keys()
-    for key, tensor in before.items():
-        assert after[key].dtype == tensor.dtype and torch.equal(after[key], tensor), key
+    back = there_and_back(folder, tmp_path, "--shard-size", 0.00004)
+    assert_same_bits(folder, back)
     read = transformers.AutoConfig.from_pretrained
-    configs = [read(f).to_dict() for f in (folder, tmp_path / "back")]
+    configs = [read(f).to_dict() for f in (folder, back)]
     for key, value in configs[0].items():
         if key == "rope_parameters":
             assert value.items() <= configs[1][key].items()
@@ -62,20 +74,16 @@ def test_there_and_back_gives_the_same_bits(write_folder, tmp_path, name):
             assert value == configs[1][key], key
     windows = [config.get("sliding_window") or None for config in configs]
     assert windows[0] == windows[1]
-    index = json.loads((tmp_path / "back" / "model.safetensors.index.json").read_text())
-    assert set(index["weight_map"]) == set(after)
+    index = json.loads((back / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"]) == set(tensors_of(back))
     for file in ("tokenizer.json", "tokenizer_config.json"):
-        assert (tmp_path / "back" / file).read_text() == (folder / file).read_text()
+        assert (back / file).read_text() == (folder / file).read_text()
 
-    first, again = (
-        type(hf).from_pretrained(f, attn_implementation="eager")
-        for f in (folder, tmp_path / "back")
-    )
+    load = functools.partial(type(hf).from_pretrained, attn_implementation="eager")
     with torch.no_grad():
-        assert torch.equal(again(TOKENS).logits, first(TOKENS).logits)
-    before, after = (
-        json.loads((f / "generation_config.json").read_text()) for f in (folder, tmp_path / "back")
-    )
+        assert torch.equal(load(back)(TOKENS).logits, load(folder)(TOKENS).logits)
+    settings = "generation_config.json"
+    before, after = (json.loads((f / settings).read_text()) for f in (folder, back))
     assert before | ({} if configs[0].get("eos_token_id") else {"eos_token_id": 299}) == after
 
 
@@ -99,13 +107,10 @@ def test_a_folder_without_a_tokenizer_is_converted(write_folder, tmp_path):
 def test_heads_go_there_and_back(write_folder, tmp_path, name, kind):
     hf = hugging_face.with_head(kind, name, labels=2)
     folder = write_folder(hf)
-    assert convert("hf-to-nemo", folder, tmp_path / "nemo") == 0
-    assert convert("nemo-to-hf", tmp_path / "nemo", tmp_path / "back") == 0
-    before, after = tensors_of(folder), tensors_of(tmp_path / "back")
-    assert before.keys() == after.keys()
-    assert all(torch.equal(after[key], tensor) for key, tensor in before.items())
+    back = there_and_back(folder, tmp_path)
+    assert_same_bits(folder, back)
     auto = getattr(transformers, f"AutoModelFor{kind}")
-    again = auto.from_pretrained(tmp_path / "back", attn_implementation="eager")
+    again = auto.from_pretrained(back, attn_implementation="eager")
     assert type(again) is type(hf) and again.config.num_labels == 2
 
 
@@ -118,12 +123,9 @@ def test_a_model_of_this_package_goes_to_hugging_face(tiny_tokenizer_dir, tmp_pa
         model = MegatronGPTModel(tiny_config(tiny_tokenizer_dir, name, **keys))
         model.save_to(str(tmp_path / f"{name}.nemo"))
         assert convert("nemo-to-hf", tmp_path / f"{name}.nemo", tmp_path / name) == 0
-        (table,) = (
-            tensor
-            for key, tensor in tensors_of(tmp_path / name).items()
-            if "embed_tokens" in key or "wte" in key
-        )
-        assert table.size(0) == 300
+        tables = tensors_of(tmp_path / name).items()
+        tables = [table for key, table in tables if "embed_tokens" in key or "wte" in key]
+        assert [table.size(0) for table in tables] == [300]
         hf = transformers.AutoModelForCausalLM.from_pretrained(
             tmp_path / name, attn_implementation="eager"
         )
@@ -165,9 +167,8 @@ def test_transformers_stops_at_the_end_token_of_the_tokenizer(write_folder, tmp_
         (folder / "generation_config.json").unlink(missing_ok=True)
         if settings:
             (folder / "generation_config.json").write_text(json.dumps(settings))
-        assert convert("hf-to-nemo", folder, tmp_path / "nemo", "--overwrite") == 0
-        assert convert("nemo-to-hf", tmp_path / "nemo", tmp_path / "back", "--overwrite") == 0
-        hf = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back")
+        back = there_and_back(folder, tmp_path)
+        hf = transformers.AutoModelForCausalLM.from_pretrained(back)
         assert hf.generation_config.eos_token_id == expected
         assert hf.generation_config.temperature == (settings or {}).get("temperature")
 
@@ -176,9 +177,8 @@ def test_names_of_labels_come_back(write_folder, tmp_path):
     hf = hugging_face.with_head("SequenceClassification", "Llama 2", 2)
     hf.config.id2label = {0: "helpful", 1: "safe"}
     hf.config.label2id = {"helpful": 0, "safe": 1}
-    assert convert("hf-to-nemo", write_folder(hf), tmp_path / "rm.nemo") == 0
-    assert convert("nemo-to-hf", tmp_path / "rm.nemo", tmp_path / "back") == 0
-    config = transformers.AutoConfig.from_pretrained(tmp_path / "back")
+    back = there_and_back(write_folder(hf), tmp_path)
+    config = transformers.AutoConfig.from_pretrained(back)
     assert config.id2label == hf.config.id2label and config.label2id == hf.config.label2id
 
 
@@ -186,11 +186,8 @@ def test_a_dtype_can_be_asked_for(folder, tmp_path):
     assert convert("hf-to-nemo", folder, tmp_path / "nemo", "--dtype", "bf16") == 0
     assert convert("nemo-to-hf", tmp_path / "nemo", tmp_path / "back") == 0
     assert convert("nemo-to-hf", folder, tmp_path / "half", "--dtype", "bf16") == 0
-    before = tensors_of(folder)
     for name in ("back", "half"):
-        after = tensors_of(tmp_path / name)
-        assert before.keys() == after.keys()
-        assert all(torch.equal(after[key], tensor.bfloat16()) for key, tensor in before.items())
+        assert_same_bits(folder, tmp_path / name, dtype=torch.bfloat16)
         assert json.loads((tmp_path / name / "config.json").read_text())["dtype"] == "bfloat16"
 
 
@@ -252,12 +249,8 @@ def test_files_are_read_where_they_lie(folder, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(nemo_archive, "_unpacked_weights", None)  # calling it would fail
     assert convert("nemo-to-hf", plain, tmp_path / "from_plain") == 0
     monkeypatch.undo()
-    before, plain_after, packed_after = (
-        tensors_of(path) for path in (folder, tmp_path / "from_plain", tmp_path / "from_packed")
-    )
-    assert before.keys() == plain_after.keys() == packed_after.keys()
-    for key, tensor in before.items():
-        assert torch.equal(plain_after[key], tensor) and torch.equal(packed_after[key], tensor)
+    for name in ("from_plain", "from_packed"):
+        assert_same_bits(folder, tmp_path / name)
 
     short = tmp_path / "short.nemo"
     short.write_bytes(plain.read_bytes()[: plain.stat().st_size // 2])
@@ -285,31 +278,22 @@ def test_what_a_class_has_by_default_is_not_left_to_it(tiny_tokenizer_dir, tmp_p
     source = tmp_path / "mistral"
     transformers.MistralForCausalLM(config).save_pretrained(source)
     shutil.copytree(tiny_tokenizer_dir, source, dirs_exist_ok=True)
-    assert convert("hf-to-nemo", source, tmp_path / "nemo") == 0
-    assert convert("nemo-to-hf", tmp_path / "nemo", tmp_path / "back") == 0
-    again = transformers.AutoConfig.from_pretrained(tmp_path / "back")
+    again = transformers.AutoConfig.from_pretrained(there_and_back(source, tmp_path))
     assert again.sliding_window is None and again.model_type == "mistral"
 
     sizes = dict(num_layers=2, hidden_size=32, num_attention_heads=4, encoder_seq_length=48)
     common = dict(normalization="rmsnorm", activation="swiglu", bias=False)
     common |= dict(position_embedding_type="rope", share_embeddings_and_output_weights=True)
+    nemotron = dict(normalization="layernorm1p", activation="squared-relu")
     for keys, kind, expected in (
         (dict(qk_layernorm=True), "qwen3", {"head_dim": 8}),
         (dict(rotary_percentage=0.5), "phi3", {}),
-        (
-            dict(normalization="layernorm1p", activation="squared-relu"),
-            "nemotron",
-            {"rope_parameters.partial_rotary_factor": 1.0},
-        ),
+        (nemotron, "nemotron", {"rope_parameters.partial_rotary_factor": 1.0}),
     ):
         architecture, written, _ = describe(OmegaConf.create(sizes | common | keys))
         assert architecture.model_type == kind
-        whole = as_class_reads(written)
-        for name, value in expected.items():
-            found = whole
-            for part in name.split("."):
-                found = found[part]
-            assert found == value
+        whole = OmegaConf.create(as_class_reads(written))
+        assert {name: OmegaConf.select(whole, name) for name in expected} == expected
 
 
 def test_what_hugging_face_cannot_express_is_named(tiny_tokenizer_dir, tmp_path, capsys):

@@ -18,6 +18,7 @@ from nemo_aligner.__main__ import TOOLS, job_modules, load_job
 from nemo_aligner.config.checks import unknown_keys
 from nemo_aligner.config.inert_keys import INERT
 from nemo_aligner.config.schema import FREE, LIVE
+from nemo_aligner.config.values import plain_dict
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.utils import DOORS
 from tests.cases import in_one_test
@@ -183,24 +184,14 @@ def refusal(words):
 
 def settings(words):
     """`key=value` words as a nested dict."""
-    found = {}
-    for word in words:
-        key, is_setting, value = word.lstrip("+~").partition("=")
-        if is_setting and not key.startswith("-"):
-            OmegaConf.update(tree := OmegaConf.create(found), key, yaml.safe_load(value))
-            found = OmegaConf.to_container(tree)
-    return found
+    found = [word.lstrip("+~") for word in words if "=" in word and not word.startswith("-")]
+    return plain_dict(OmegaConf.from_dotlist(found))
 
 
-@in_one_test(
-    "command",
-    [
-        "train pppo",
-        "train ppo trainer.ppo.reward_fun=a.py:b",
-        "plan MODEL",
-        "config gpt_ppo_actor",
-    ],
-)
+WRONG = "train pppo", "train ppo trainer.ppo.reward_fun=a:b", "plan MODEL", "config gpt_ppo_actor"
+
+
+@in_one_test("command", WRONG)
 def test_commands_that_nothing_accepts_are_found(command):
     assert refusal(command.split())
 
@@ -346,7 +337,7 @@ def test_every_walkthrough_has_three_seeds():
 
 def test_the_site_has_every_page_and_every_room():
     config = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
-    listed = {page for section in config["nav"] for page in _leaves(section)}
+    listed = _leaves(config["nav"])
     assert {page.name for page in (ROOT / "docs").glob("*.md")} <= listed
     rooms = ROOMS - {"utils", "metrics", "report", "conf", "__pycache__"}
     assert {f"api/{room}.md" for room in rooms} == {p for p in listed if p.startswith("api/")}
@@ -354,11 +345,8 @@ def test_the_site_has_every_page_and_every_room():
 
 def _leaves(node):
     if isinstance(node, str):
-        yield node
-    for child in (
-        node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
-    ):
-        yield from _leaves(child)
+        return {node}
+    return set().union(*map(_leaves, node.values() if isinstance(node, dict) else node))
 
 
 def test_the_workflow_runs_what_ci_runs():

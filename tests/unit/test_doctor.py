@@ -36,40 +36,37 @@ def says(finding, status, words=""):
 # ---------------------------------------------------------------------------------------- packages
 
 
+LINUX = "Linux", "x86_64"
 UNLIMITED = doctor.resource.RLIM_INFINITY
-
-
-def c_library(system, *libc):
-    return doctor.c_library(system, "x86_64", libc)
 
 
 @pytest.mark.parametrize(
     ("check", "given", "status", "words"),
     [
-        (doctor.python, (3, 9, 18), MISSING, ""),
-        (doctor.python, (3, 10, 0), OK, ""),
-        (doctor.python, (3, 12, 9), OK, ""),
-        (doctor.python, (3, 13, 0), MISSING, ""),
-        (lambda libc: c_library("Linux", "glibc", libc), "2.100", OK, ""),
-        (lambda libc: c_library("Linux", "glibc", libc), "2.31", MISSING, ""),
-        (lambda system: c_library(system, "", ""), "Linux", MISSING, ""),  # musl
-        (lambda system: c_library(system, "", ""), "Darwin", MISSING, ""),
-        (lambda given: doctor.clock(*given), (2026, 0.001), OK, "2026"),
-        (lambda given: doctor.clock(*given), (1970, 0.0), WARNING, "1970"),
-        (lambda given: doctor.clock(*given), (2026, -3600.0), WARNING, "-3600.00 s"),
-        (doctor.memory, 0, WARNING, ""),
-        (doctor.memory, GB // 2, MISSING, ""),
-        (doctor.memory, 2 * GB, WARNING, ""),
-        (doctor.memory, 9 * GB, OK, ""),
-        (doctor.cores, 1, WARNING, ""),
-        (doctor.open_files, (1024, 524288), OK, ""),
-        (doctor.open_files, (512, 524288), WARNING, ""),
-        (doctor.open_files, (64, 64), MISSING, ""),
-        (doctor.open_files, (UNLIMITED, UNLIMITED), OK, ""),
+        (doctor.python, [(3, 9, 18)], MISSING, ""),
+        (doctor.python, [(3, 10, 0)], OK, ""),
+        (doctor.python, [(3, 12, 9)], OK, ""),
+        (doctor.python, [(3, 13, 0)], MISSING, ""),
+        (doctor.c_library, [*LINUX, ("glibc", "2.100")], OK, ""),
+        (doctor.c_library, [*LINUX, ("glibc", "2.31")], MISSING, ""),
+        (doctor.c_library, [*LINUX, ("", "")], MISSING, ""),  # musl
+        (doctor.c_library, ["Darwin", "x86_64", ("", "")], MISSING, ""),
+        (doctor.clock, (2026, 0.001), OK, "2026"),
+        (doctor.clock, (1970, 0.0), WARNING, "1970"),
+        (doctor.clock, (2026, -3600.0), WARNING, "-3600.00 s"),
+        (doctor.memory, [0], WARNING, ""),
+        (doctor.memory, [GB // 2], MISSING, ""),
+        (doctor.memory, [2 * GB], WARNING, ""),
+        (doctor.memory, [9 * GB], OK, ""),
+        (doctor.cores, [1], WARNING, ""),
+        (doctor.open_files, [(1024, 524288)], OK, ""),
+        (doctor.open_files, [(512, 524288)], WARNING, ""),
+        (doctor.open_files, [(64, 64)], MISSING, ""),
+        (doctor.open_files, [(UNLIMITED, UNLIMITED)], OK, ""),
     ],
 )
 def test_what_a_value_means(check, given, status, words):
-    says(check(given), status, words)
+    says(check(*given), status, words)
 
 
 def test_pythons_are_those_of_setup_py():

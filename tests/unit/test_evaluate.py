@@ -13,7 +13,6 @@ from nemo.collections.common.tokenizers import AutoTokenizer
 from omegaconf import OmegaConf
 
 from nemo_aligner.config.defaults import complete_config
-from nemo_aligner.core.endings import ExitCode
 from nemo_aligner.core.tokenizer import tokenizer_fingerprint
 from nemo_aligner.evaluate.__main__ import main
 from nemo_aligner.evaluate.results import Scored, measure, render, shown, tables
@@ -138,7 +137,7 @@ def test_a_function_gets_the_columns_of_the_prompts(folder, tmp_path, source):
 
 
 @pytest.mark.full
-def test_mistakes_are_one_message_each(folder, tmp_path, capsys):
+def test_mistakes_are_one_message_each(folder, tmp_path, error_of):
     a, b, rm = (str(folder / name) for name in ("a.jsonl", "b.jsonl", "rm.nemo"))
     prompts = str(folder / "prompts.jsonl")
     function = f"{folder / 'function.py'}:even"
@@ -181,10 +180,7 @@ def test_mistakes_are_one_message_each(folder, tmp_path, capsys):
         ((a, "--reward", function, "inference.reward_fn_workers=0"), "reward_fn_workers=0 must"),
         ((a, "--reward", rm, CPU, "reward_model.force_head_typ=x"), "did you mean model.force_h"),
     ):
-        with pytest.raises(SystemExit) as ended:
-            main([*words, "--out", str(tmp_path / "out")])
-        assert ended.value.code == ExitCode.USER_ERROR, words
-        assert message in capsys.readouterr().err.split("ERROR: ")[-1], words
+        assert message in error_of(main, *words, "--out", tmp_path / "out"), words
     assert not (tmp_path / "out").exists()
 
 

@@ -131,6 +131,11 @@ def _tiny_llama(write_folder, **settings):
     return write_folder(transformers.LlamaForCausalLM(config), **settings)
 
 
+PART = {"rope_type": "default", "partial_rotary_factor": 0.5}
+TEXT = {"rope_type": "linear", "rope_theta": 1e4, "factor": "x"}
+DYNAMIC = {"type": "dynamic", "factor": 4.0}
+
+
 @pytest.mark.parametrize(
     ("keys", "says"),
     [
@@ -140,18 +145,9 @@ def _tiny_llama(write_folder, **settings):
         ({"hidden_act": "mish"}, "hidden_act='mish'"),
         ({"attention_bias": True}, "attention_bias=True"),
         ({"model_type": ["llama"]}, "has no model_type"),
-        (
-            {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
-            "rotates whole heads",
-        ),
-        (
-            {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": "x"}},
-            "factor='x'|is not valid",
-        ),
-        (
-            {"rope_scaling": {"type": "dynamic", "factor": 4.0}, "rope_parameters": None},
-            "rope_type='dynamic'",
-        ),
+        ({"rope_parameters": PART}, "rotates whole heads"),
+        ({"rope_parameters": TEXT}, "factor='x'|is not valid"),
+        ({"rope_scaling": DYNAMIC, "rope_parameters": None}, "rope_type='dynamic'"),
     ],
 )
 def test_what_cannot_be_computed_is_named(write_folder, keys, says):
@@ -198,13 +194,20 @@ def test_a_truncated_file_is_named(write_folder):
         load(folder)
 
 
-def test_another_shape_is_named(write_folder):
+@pytest.mark.parametrize(
+    ("keys", "says"),
+    [
+        ({"num_key_value_heads": 4}, r"self_attn\.q_proj\.weight|self_attn\.k_proj\.weight"),
+        ({"intermediate_size": 64}, r"gate_proj\.weight has the shape \(48, 32\).* ask"),
+        ({"vocab_size": 500}, r"embed_tokens.weight has the shape \(384, 32\)"),
+        ({"num_hidden_layers": 3}, r"lacks 'model\.layers\.2\."),
+        ({"tie_word_embeddings": True}, r"lm_head\.weight that differs from its embeddings"),
+    ],
+)
+def test_a_configuration_of_other_weights_is_refused(write_folder, keys, says):
     folder = _tiny_llama(write_folder)
-    edit_json(folder / "config.json", num_key_value_heads=4)
-    with pytest.raises(UserError, match=r"self_attn\.q_proj\.weight|self_attn\.k_proj\.weight"):
-        load(folder)
-    edit_json(folder / "config.json", num_key_value_heads=2, intermediate_size=64)
-    with pytest.raises(UserError, match=r"gate_proj\.weight has the shape \(48, 32\).* ask"):
+    edit_json(folder / "config.json", **keys)
+    with pytest.raises(UserError, match=says):
         load(folder)
 
 
@@ -220,11 +223,7 @@ BIASES = {BIAS.format(n, part): torch.zeros(WIDTHS[part]) for part in WIDTHS for
         ("model.layers.1.self_attn.o_proj.weight", {}, "lacks 'model.layers.1.self_attn.o_proj"),
         (None, BIASES, r"no place in a model of llama.*_proj\.bias"),
         (None, {"model.layers.0.self_attn.sinks": torch.zeros(4)}, "llama.*sinks"),
-        (
-            None,
-            {"model.norm.weight": torch.zeros(32, dtype=torch.int8)},
-            r"model\.norm\.weight of the type I8",
-        ),
+        (None, {"model.norm.weight": torch.zeros(32, dtype=torch.int8)}, r"weight of the type I8"),
     ],
 )
 def test_weights_that_do_not_fit_are_named(write_folder, removed, added, says):
@@ -239,12 +238,8 @@ def test_weights_that_do_not_fit_are_named(write_folder, removed, added, says):
         load(folder)
 
 
-def test_a_missing_layer_and_a_missing_expert_are_named(write_folder):
-    folder = _tiny_llama(write_folder)
-    edit_json(folder / "config.json", num_hidden_layers=3)
-    with pytest.raises(UserError, match=r"lacks 'model\.layers\.2\."):
-        load(folder)
-    folder = write_folder(hugging_face.FOLDERS["Mixtral"](), "mixtral")
+def test_a_missing_expert_is_named(write_folder):
+    folder = write_folder(hugging_face.FOLDERS["Mixtral"]())
     name = "model.layers.0.block_sparse_moe.experts.1.w2.weight"
     change_tensors(folder / "model.safetensors", lambda tensors: tensors.pop(name))
     with pytest.raises(UserError, match=r"experts\.1"):
@@ -270,22 +265,12 @@ def test_a_layer_of_experts_has_what_one_has(write_folder, lost, added, says):
         load(folder)
 
 
-def test_a_table_with_other_rows_than_the_configuration_is_refused(write_folder):
-    folder = _tiny_llama(write_folder)
-    edit_json(folder / "config.json", vocab_size=500)
-    with pytest.raises(UserError, match=r"embed_tokens.weight has the shape \(384, 32\)"):
-        load(folder)
-
-
-def test_a_tied_output_layer_must_be_the_table(write_folder):
+def test_a_tied_output_layer_may_be_the_table(write_folder):
     folder = _tiny_llama(write_folder)
     edit_json(folder / "config.json", tie_word_embeddings=True)
-    with pytest.raises(UserError, match=r"lm_head\.weight that differs from its embeddings"):
-        load(folder)
-    embeddings = "model.embed_tokens.weight"
 
     def tie(tensors):
-        tensors["lm_head.weight"] = tensors[embeddings].clone()
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
 
     change_tensors(folder / "model.safetensors", tie)
     load(folder)

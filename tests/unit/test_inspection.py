@@ -19,7 +19,6 @@ from omegaconf import OmegaConf
 
 from nemo_aligner.config.defaults import complete_config
 from nemo_aligner.config.rules import PREFIX_DATA_JOBS
-from nemo_aligner.core.endings import ExitCode
 from nemo_aligner.data.nlp.file_dataset import Part
 from nemo_aligner.data.nlp.prompts import PromptColumns
 from nemo_aligner.data.nlp.topk_logits import TopKExample, to_line
@@ -57,6 +56,14 @@ def model(tmp_path_factory) -> str:
     return str(folder)
 
 
+def trained_with(model: str, folder: Path, **keys) -> str:
+    """A copy of `model` that was trained with these keys."""
+    trained = shutil.copytree(model, folder / "trained.nemo")
+    cfg = OmegaConf.load(trained / "model_config.yaml")
+    OmegaConf.save(OmegaConf.merge(cfg, keys), trained / "model_config.yaml")
+    return str(trained)
+
+
 def tokenizer_of(model: str):
     cfg = {"library": "huggingface", "type": str(Path(model) / "tokenizer")}
     return build_tokenizer(OmegaConf.create(cfg))
@@ -70,13 +77,6 @@ def chat(*texts):
 def shown(capsys, *words) -> str:
     main(["inspect", *words])
     return capsys.readouterr().out
-
-
-def error_of(capsys, *words) -> str:
-    with pytest.raises(SystemExit) as ended:
-        main(list(words))
-    assert ended.value.code == ExitCode.USER_ERROR
-    return capsys.readouterr().err.split("ERROR: ")[-1]
 
 
 # ------------------------------------------------------------------------------------------ text
@@ -101,15 +101,13 @@ def test_conversations_for_sft(model, write, tmp_path, capsys):
         "<|im_end|>⏎\n<|im_start|>assistant⏎\n[[the film⏎\nwas a joy]][[<|im_end|>]]"
     ).replace("44 tokens, 13", re.search(r"\d+ tokens, \d+", sample).group())
     assert "--- sample 3" in out and "--- sample 4" not in out
+    longer = "longer than model.data.train_ds.max_seq_length=100 tokens"
     findings = {
         "with an empty response": "line 3",
         "there more than once, to the token": f"line 2 (as {path}, line 1)",
         "with a special token in what somebody wrote; the model cannot tell it apart": "line 4",
-        "longer than model.data.train_ds.max_seq_length=100 tokens: their ends are cut off": (
-            "line 4"
-        ),
-        "longer than model.data.train_ds.max_seq_length=100 tokens, with nothing left of a "
-        "response: no token is trained on": "line 5",
+        f"{longer}: their ends are cut off": "line 4",
+        f"{longer}, with nothing left of a response: no token is trained on": "line 5",
     }
     for text, where in findings.items():
         assert f"1 {text}:\n    {path}, {where}\n" in out
@@ -163,9 +161,8 @@ def test_pairs(model, write, capsys):
     out = shown(capsys, lines, "--model", model, "--job", "training_rm")
     said = "Texts begin without a bos token, as the tokenizer itself does"
     assert f"{said} (model.data.add_bos=null)." in out
-    assert (
-        f"--- sample 2: {lines}, line 3 and {lines}, line 4" in out and "Nothing to report." in out
-    )
+    assert f"--- sample 2: {lines}, line 3 and {lines}, line 4" in out
+    assert "Nothing to report." in out
 
 
 def test_labels_and_texts_for_sft(model, write, capsys):
@@ -255,32 +252,24 @@ def test_special_tokens_beside_a_response_and_in_attributes(model, write, capsys
 
 def test_lengths_of_the_policy_that_trained_the_checkpoint_do_not_count(model, write, tmp_path):
     """A checkpoint of PPO holds its own section beside that of the job."""
-    trained = tmp_path / "trained.nemo"
-    shutil.copytree(model, trained)
-    cfg = OmegaConf.load(trained / "model_config.yaml")
-    cfg.ppo = {"length_params": {"max_length": 100}}
-    OmegaConf.save(cfg, trained / "model_config.yaml")
+    trained = trained_with(model, tmp_path, ppo={"length_params": {"max_length": 100}})
     settings = [TEMPLATE, "model.data.seq_length=200"]
     for job, section in (("gpt_rs_actor", "rs"), ("gpt_reinforce_actor", "reinforce")):
         own = f"model.{section}.length_params.max_length=20"
-        opened = open_job([write({"prompt": "hello"})], str(trained), job, [*settings, own])
+        opened = open_job([write({"prompt": "hello"})], trained, job, [*settings, own])
         assert opened.dataset.max_prompt_length == 180, job
 
 
 def test_spin_trains_on_the_response_whatever_its_checkpoint_did(model, write, tmp_path, capsys):
-    trained = tmp_path / "trained.nemo"
-    shutil.copytree(model, trained)
-    cfg = OmegaConf.load(trained / "model_config.yaml")
-    cfg.answer_only_loss = False
-    OmegaConf.save(cfg, trained / "model_config.yaml")
+    trained = trained_with(model, tmp_path, answer_only_loss=False)
     path = write({"input": "the film", "output": "was a joy"})
-    words = [path, "--model", str(trained), "--job", "gpt_spin", "model.data.chat=False"]
+    words = [path, "--model", trained, "--job", "gpt_spin", "model.data.chat=False"]
     assert "the film[[ was a joy]]" in shown(capsys, *words)
 
 
-def test_what_the_job_would_refuse_is_the_error(model, write, capsys):
+def test_what_the_job_would_refuse_is_the_error(model, write, capsys, error_of):
     path = write({"messages": chat("hello", "a joy")}, {"messages": []})
-    error = error_of(capsys, "inspect", path, "--model", model, TEMPLATE)
+    error = error_of(main, "inspect", path, "--model", model, TEMPLATE)
     assert f"{path}, line 2: field 'messages' is an empty list" in error
     main(["inspect", write({"messages": chat("a", "b")}), "--model", model])
     said = "written in the tokenizer's chat template, as model.data.chat_temp"
@@ -293,16 +282,15 @@ def test_what_the_job_would_refuse_is_the_error(model, write, capsys):
     assert out == "".join(f"first record, {field}\n" for field in fields)
     assert "{input: '{instruction}{" in error
     text = write({"text": "hello"})
-    assert "add --job gpt_sft" in error_of(capsys, "inspect", text, "--model", model)
-    assert "--model is missing" in error_of(capsys, "inspect", text)
-    assert "does not exist" in error_of(capsys, "inspect", "/nowhere.jsonl", "--model", model)
-    error = error_of(capsys, "look", text, "--model", model)
+    assert "add --job gpt_sft" in error_of(main, "inspect", text, "--model", model)
+    assert "--model is missing" in error_of(main, "inspect", text)
+    assert "does not exist" in error_of(main, "inspect", "/nowhere.jsonl", "--model", model)
+    error = error_of(main, "look", text, "--model", model)
     assert "the command is: nemo-aligner inspect" in error
-    error = error_of(
-        capsys, "inspect", text, "--model", model, "--job", "training_rm", "model.data.chat_temp=x"
-    )
+    words = text, "--model", model, "--job", "training_rm", "model.data.chat_temp=x"
+    error = error_of(main, "inspect", *words)
     assert "model.data.chat_temp (did you mean model.data.chat_template" in error
-    assert "nowhere" in error_of(capsys, "inspect", text, "--model", "nowhere", "--job", "gpt_sft")
+    assert "nowhere" in error_of(main, "inspect", text, "--model", "nowhere", "--job", "gpt_sft")
 
 
 def test_limit_and_histogram(model, write):
@@ -338,103 +326,75 @@ def test_pieces_join_to_the_text_of_all_tokens(model):
 # --------------------------------------------------------------------------------------- layouts
 
 HUMAN = "\n\nHuman: the film?\n\nAssistant: hello\n\nHuman: a plot?\n\nAssistant:"
-VERL = {"data_source": "a", "ability": "math", "extra_info": {"index": 1, "split": "train"}}
+ALPACA = {"instruction": "the film", "input": "", "output": "a joy", "text": "x"}
+TASK = {"instruction": "a plot", "input": "hello", "output": "4", "text": "y"}
+RATED = {"prompt": "hello", "response_1": "a joy", "response_2": "a plot", "split": "train"}
+PROCESS = {"prompt": "the film?", "completions": ["a plot", "a joy"], "labels": [True, False]}
 SIDES = {"chosen": chat("hello", "a joy"), "rejected": chat("hello", "a plot")}
 ULTRA = {"prompt": "hello", "prompt_id": "7", **SIDES, "messages": chat("hello", "a joy")}
 ULTRA |= {"score_chosen": 8.5, "score_rejected": 2.0}
-BT = ["model.reward_model_type=regression", "model.regression.loss_func=regular_bt"]
-STEPS = ["model.reward_model_type=regression", "model.data.seq_length=64"]
-# (layout, job as the page names it), job, settings, records, what is shown
+LIKED = {"prompt": chat("hello")[:1], "completion": chat("", "a joy")[1:], "label": True}
+VERL = {"data_source": "a", "ability": "math", "extra_info": {"index": 1, "split": "train"}}
+VERL |= {"prompt": chat("2 + 2?")[:1], "reward_model": {"ground_truth": "4", "style": "rule"}}
+REGRESSION = "model.reward_model_type=regression"
+UNREAD = "1 with columns that nothing reads:\n    {path}: "
+# (layout, job as the page names it), (job, settings, records), texts that are shown
 LAYOUTS = [
     (
         ("Alpaca", "SFT"),
-        "gpt_sft",
-        [],
-        [
-            {"instruction": "the film", "input": "", "output": "a joy", "text": "x"},
-            {"instruction": "a plot", "input": "hello", "output": "4", "text": "y"},
-        ],
-        [
-            "(of N)\nthe film[[ a joy]][[<|im_end|>]]\n",
-            "a plot⏎\n⏎\nhello[[ 4]][[<|im_end|>]]\n",
-            "1 with columns that nothing reads:\n    {path}: text.\n",
-        ],
+        ("gpt_sft", [], [ALPACA, TASK]),
+        "(of N)\nthe film[[ a joy]][[<|im_end|>]]\n",
+        "a plot⏎\n⏎\nhello[[ 4]][[<|im_end|>]]\n",
+        f"{UNREAD}text.\n",
     ),
     (
         ("HH-RLHF", "DPO"),
-        "gpt_dpo",
-        [r"model.data.prompt_end='\n\nAssistant:'"],
-        [{"chosen": f"{HUMAN} a joy\n\nHuman: 4?\n\nAssistant: 4", "rejected": f"{HUMAN} 2"}],
-        ["a plot?⏎\n⏎\nAssistant:[[ a joy⏎\n⏎\nHuman: 4?⏎\n⏎\nAssistant: 4]]", "Assistant:[[ 2]]"],
+        (
+            "gpt_dpo",
+            [r"model.data.prompt_end='\n\nAssistant:'"],
+            [{"chosen": f"{HUMAN} a joy\n\nHuman: 4?\n\nAssistant: 4", "rejected": f"{HUMAN} 2"}],
+        ),
+        "a plot?⏎\n⏎\nAssistant:[[ a joy⏎\n⏎\nHuman: 4?⏎\n⏎\nAssistant: 4]]",
+        "Assistant:[[ 2]]",
     ),
     (
         ("HelpSteer2-Preference", "reward model"),
-        "training_rm",
-        BT,
-        [
-            {"prompt": "hello", "response_1": "a joy", "response_2": "a plot"}
-            | {"preference_strength": strength, "split": "train"}
-            for strength in (-2, 3)
-        ],
-        [
-            "row 1; margin 2\nchosen (of N)\nhello⏎\na[[ joy]]\nrejected (of N)\nhello⏎\n"
-            "a[[ plot]]",
-            "row 2; margin 3\nchosen (of N)\nhello⏎\na[[ plot]]",
-            "1 with columns that nothing reads:\n    {path}: split.\n",
-        ],
+        (
+            "training_rm",
+            [REGRESSION, "model.regression.loss_func=regular_bt"],
+            [RATED | {"preference_strength": strength} for strength in (-2, 3)],
+        ),
+        "row 1; margin 2\nchosen (of N)\nhello⏎\na[[ joy]]\nrejected (of N)\nhello⏎\na[[ plot]]",
+        "row 2; margin 3\nchosen (of N)\nhello⏎\na[[ plot]]",
+        f"{UNREAD}split.\n",
     ),
     (
         ("Math-Shepherd, PRM800K (trl)", "reward model"),
-        "training_rm",
-        STEPS,
-        [{"prompt": "the film?", "completions": ["a plot", "a joy"], "labels": [True, False]}],
-        [
-            "row 1; label [1.0]\ntext (of N)\nthe film?⏎\na[[ plot]]\n",
-            "row 1; label [0.0]\ntext (of N)\nthe film?⏎\na plot⏎\na[[ joy]]\n",
-            "2 samples, of which it uses 2",
-        ],
+        ("training_rm", [REGRESSION, "model.data.seq_length=64"], [PROCESS]),
+        "row 1; label [1.0]\ntext (of N)\nthe film?⏎\na[[ plot]]\n",
+        "row 1; label [0.0]\ntext (of N)\nthe film?⏎\na plot⏎\na[[ joy]]\n",
+        "2 samples, of which it uses 2",
     ),
     (
         ("UltraFeedback", "DPO"),
-        "gpt_dpo",
-        [TEMPLATE],
-        [ULTRA],
-        [
-            "<|im_start|>assistant⏎\n[[a joy]][[<|im_end|>]]\n",
-            "assistant⏎\n[[a plot]][[<|im_end|>]]",
-            "1 with columns that nothing reads:\n    {path}: prompt_id.\n",
-        ],
+        ("gpt_dpo", [TEMPLATE], [ULTRA]),
+        "<|im_start|>assistant⏎\n[[a joy]][[<|im_end|>]]\n",
+        "assistant⏎\n[[a plot]][[<|im_end|>]]",
+        f"{UNREAD}prompt_id.\n",
     ),
     (
         ("KTO (trl)", "KTO"),
-        "gpt_kto",
-        [],
-        [
-            {"prompt": chat("hello")[:1], "completion": chat("", "a joy")[1:], "label": True},
-            {"prompt": "the film", "completion": " a plot", "label": False},
-        ],
-        [
-            "chosen (of N)\n<|im_start|>system",
-            "assistant⏎\n[[a joy]][[<|im_end|>]]",
-            "rejected (of N)\nthe film[[ a plot]]",
-            "Nothing to report.",
-        ],
+        ("gpt_kto", [], [LIKED, {"prompt": "the film", "completion": " a plot", "label": False}]),
+        "chosen (of N)\n<|im_start|>system",
+        "assistant⏎\n[[a joy]][[<|im_end|>]]",
+        "rejected (of N)\nthe film[[ a plot]]",
+        "Nothing to report.",
     ),
     (
         ("verl", "prompts"),
-        "gpt_ppo_actor",
-        [TEMPLATE],
-        [
-            VERL
-            | {
-                "prompt": chat("2 + 2?")[:1],
-                "reward_model": {"ground_truth": "4", "style": "rule"},
-            }
-        ],
-        [
-            "user⏎\n2 + 2?<|im_end|>⏎\n<|im_start|>assistant⏎\n\n",
-            "1 with columns that only a reward function can read:\n    {path}: ability, data",
-        ],
+        ("gpt_ppo_actor", [TEMPLATE], [VERL]),
+        "user⏎\n2 + 2?<|im_end|>⏎\n<|im_start|>assistant⏎\n\n",
+        "1 with columns that only a reward function can read:\n    {path}: ability, data",
     ),
 ]
 
@@ -464,7 +424,7 @@ def test_a_pair_may_begin_in_one_file_and_end_in_the_next(tmp_path):
 @pytest.mark.parametrize("row", LAYOUTS, ids=lambda row: "-".join(row[0]))
 def test_layouts_with_the_line_of_the_page(row, model, write, tmp_path, capsys):
     """From parquet where its columns have one type, as a hub's files do."""
-    (layout, asked), job, settings, records, expected = row
+    (layout, asked), (job, settings, records), *expected = row
     path = write(*records)
     if layout != "KTO (trl)":
         path = str(Path(path).with_suffix(".parquet"))
@@ -480,16 +440,15 @@ def test_layouts_with_the_line_of_the_page(row, model, write, tmp_path, capsys):
         assert text.replace("{path}", path) in out
     if layout == "verl":
         opened = open_job([path], model, job, settings)
-        assert PromptColumns([opened.dataset], ["ground_truth"])(torch.tensor([0])) == [
-            {"ground_truth": "4"}
-        ]
+        columns = PromptColumns([opened.dataset], ["ground_truth"])(torch.tensor([0]))
+        assert columns == [{"ground_truth": "4"}]
     if layout == "UltraFeedback":
         item = open_job([path], model, job, settings).dataset[0]
         assert (item["chosen_reward"], item["rejected_reward"]) == (8.5, 2.0)
 
 
 @some_of("job", ["gpt_sft", "gpt_dpo", "gpt_kto", "gpt_ppo_actor"])
-def test_an_empty_prompt_that_is_allowed_is_counted(job, model, write, capsys):
+def test_an_empty_prompt_that_is_allowed_is_counted(job, model, write, capsys, error_of):
     """No bos stands before it with this tokenizer: nothing can be sampled then."""
     record = {"prompt": "", "chosen": " a", "rejected": " b", "response": " a"}
     record |= {"preference": True, "input": "", "output": "a"}
@@ -498,7 +457,7 @@ def test_an_empty_prompt_that_is_allowed_is_counted(job, model, write, capsys):
     check_early(job, path, settings)
     words = (path, "--model", model, "--job", job, *settings)
     if job == "gpt_ppo_actor":
-        assert "needs a token to begin with: add_bos=True" in error_of(capsys, "inspect", *words)
+        assert "needs a token to begin with: add_bos=True" in error_of(main, "inspect", *words)
     else:
         assert f"1 with an empty prompt:\n    {path}, line 2" in shown(capsys, *words)
 

@@ -4,7 +4,6 @@
 and has none, each refused value is refused with its remedy, each old form gives its note.
 """
 
-import json
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,7 +17,7 @@ from nemo_aligner.checkpoint.checkpointing import CheckpointCallback
 from nemo_aligner.config.data_rules import DATA_IMPLS, OTHER_DATA_IMPLS, check_data_impl
 from nemo_aligner.config.defaults import complete_config
 from nemo_aligner.config.inert_keys import INERT, LATER, OLD_FORMS
-from nemo_aligner.config.optim_rules import SCHEDULE_KEYS, SCHEDULES, check_optim
+from nemo_aligner.config.optim_rules import SCHEDULE_KEYS, SCHEDULES
 from nemo_aligner.config.schema import CONFIG_NAMES
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.data.nlp import builders
@@ -30,43 +29,37 @@ from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 from nemo_aligner.models.nlp.gpt.tokenizers import LIBRARIES, build_tokenizer
 from tests import ppo_fakes
 from tests.cases import some_of
+from tests.data_sets import build_pairs, sft
 from tests.tiny_models import tiny_config
 from tests.unit import test_optim_recipes
-from tests.unit.test_config_checks import check, check_at_start, load
+from tests.unit.test_config_checks import check, check_at_start, load, with_value
 
 ROOT = Path(__file__).parents[2]
 ODD = "odd"  # what nobody who reads a key could use
-
-
-def set_in(tree, key, value):
-    """Set a dotted key of nested dicts; what is in the place of a section gives way."""
-    *parents, last = key.split(".")
-    for name in parents:
-        if not isinstance(tree.get(name), dict):
-            tree[name] = {}
-        tree = tree[name]
-    tree[last] = value
+SPLITS = "train", "validation", "test"
 
 
 def with_keys(name, tmp_path, keys):
     tree = OmegaConf.to_container(load(name, tmp_path))
     for key, value in keys.items():
-        set_in(tree, key, value)
+        tree = with_value(tree, key, value)
     return OmegaConf.create(tree)
-
-
-def below(section, config_name):
-    """The keys without effect of a section, by their names in it."""
-    prefix = f"{section}."
-    return [key.removeprefix(prefix) for key in INERT[config_name] if key.startswith(prefix)]
 
 
 def odd(section, config_name):
     """A section of nothing but its keys without effect, each with a value of no sense."""
     tree = {}
-    for name in below(section, config_name):
-        set_in(tree, name, ODD)
+    for key in INERT[config_name]:
+        if key.startswith(f"{section}."):
+            tree = with_value(tree, key.removeprefix(f"{section}."), ODD)
     return tree
+
+
+def unchanged(make, section, config_name):
+    """What `make(keys)` gives without keys and with those without effect, which is the same."""
+    plain, given = make({}), make(odd(section, config_name))
+    assert plain == given
+    return plain
 
 
 # --- keys without effect: accepted, with a warning
@@ -106,18 +99,17 @@ def attributes(trainer):
 
 
 def test_keys_of_lightning_have_no_effect():
-    plain = {"devices": 1, "accelerator": "cpu", "precision": 32, "sft": {"max_steps": 3}}
-    trainers = []
-    for more in ({}, odd("trainer", "gpt_sft")):
+    def trainer(more):
+        plain = {"devices": 1, "accelerator": "cpu", "precision": 32, "sft": {"max_steps": 3}}
         cfg = OmegaConf.create({"trainer": {**plain, **more}})
-        trainers.append(attributes(resolve_and_create_trainer(cfg, "sft")))
-    assert trainers[0] == trainers[1]
+        return attributes(resolve_and_create_trainer(cfg, "sft"))
+
+    unchanged(trainer, "trainer", "gpt_sft")
 
 
 def test_keys_of_the_experiment_have_no_effect(tmp_path):
-    found = []
-    for more in ({}, odd("exp_manager", "gpt_ppo_actor")):
-        plain = {"explicit_log_dir": str(tmp_path / str(len(found))), "name": "x"}
+    def experiment(more):
+        plain = {"explicit_log_dir": str(tmp_path / str(len(more))), "name": "x"}
         cfg = {"trainer": {"devices": 1, "accelerator": "cpu", "precision": 32}}
         cfg = OmegaConf.create({**cfg, "exp_manager": {**plain, **more}})
         trainer = resolve_and_create_trainer(cfg, "ppo")
@@ -127,65 +119,44 @@ def test_keys_of_the_experiment_have_no_effect(tmp_path):
         assert trainer.default_root_dir == str(folder)
         values, kinds = attributes(trainer)
         del values["default_root_dir"]
-        found.append((values, kinds, options, callback["root"].relative_to(folder)))
-    assert found[0] == found[1]
+        return values, kinds, options, callback["root"].relative_to(folder)
+
+    unchanged(experiment, "exp_manager", "gpt_ppo_actor")
 
 
 def test_keys_of_the_optimizer_have_no_effect(tiny_tokenizer_dir):
-    built = []
-    for more in ({}, odd("model.optim", "training_rm")):
+    def optimization(more):
         model = MegatronGPTModel(tiny_config(tiny_tokenizer_dir, num_layers=1, optim=more))
         optimizer, scheduler = model.setup_megatron_optimization(10)
         rates = []
         for _ in range(10):
             rates.append(optimizer.param_groups[0]["lr"])
             scheduler.step(increment=1)
-        built.append((optimizer.config, model.model[0].ddp_config, rates))
-    assert built[0] == built[1] and len(set(built[0][2])) > 3
+        return optimizer.config, model.model[0].ddp_config, rates
+
+    *_, rates = unchanged(optimization, "model.optim", "training_rm")
+    assert len(set(rates)) > 3
 
 
-@pytest.fixture
-def files(tmp_path):
-    pairs = tmp_path / "pairs.jsonl"
-    pairs.write_text("".join(json.dumps({"text": f"the film {i}"}) + "\n" for i in range(8)))
-    examples = tmp_path / "examples.jsonl"
-    lines = [json.dumps({"input": f"the film {i}", "output": "was bad"}) for i in range(8)]
-    examples.write_text("\n".join(lines) + "\n")
-    return str(pairs), str(examples)
+def test_keys_of_the_data_have_no_effect(write, tiny_tokenizer):
+    texts = [f"the film {n}" for n in range(8)]
+    path = write(*({"text": text, "input": text, "output": "was bad"} for text in texts))
 
+    def shuffled(more):
+        cfg = OmegaConf.create({"model": {"data": {"num_workers": 0, **more}, "seed": 1}})
+        sizes = {"mbs": 1, "gbs": 2, "use_random_sampler": True, "collate_fn": None}
+        datasets = build_pairs({split: [path] for split in SPLITS}, tiny_tokenizer, **more)
+        return [
+            [str(batch) for batch in builders.build_dataloader(cfg, dataset, 0, **sizes)]
+            for dataset in datasets
+        ]
 
-def batches(cfg, dataset, random):
-    loader = builders.build_dataloader(
-        cfg, dataset, 0, mbs=1, gbs=2, use_random_sampler=random, collate_fn=None
-    )
-    return [str(batch) for batch in loader]
+    def encoded(more):
+        dataset = sft(path, tiny_tokenizer, more)
+        return [str(dataset[i]) for i in range(len(dataset))]
 
-
-def test_keys_of_the_data_have_no_effect(files, tiny_tokenizer):
-    pairs, examples = files
-    found = []
-    for more in ({}, odd("model.data", "training_rm")):
-        data = {"data_impl": "jsonl", "num_workers": 0, **more}
-        cfg = OmegaConf.create({"model": {"data": data, "seed": 1}})
-        datasets = builders.build_train_valid_test_rm_datasets(
-            cfg=cfg.model,
-            data_prefix={"train": [pairs], "validation": [pairs], "test": [pairs]},
-            data_impl="jsonl",
-            splits_string=None,
-            train_valid_test_num_samples=[-1, -1, -1],
-            seq_length=24,
-            seed=1,
-            tokenizer=tiny_tokenizer,
-        )
-        found.append([batches(cfg, dataset, True) for dataset in datasets])
-    assert found[0] == found[1] and len(found[0][0]) == 2
-
-    found = []
-    for more in ({}, odd("model.data.train_ds", "gpt_sft")):
-        section = OmegaConf.create({"file_path": examples, "max_seq_length": 24, **more})
-        dataset = builders.build_sft_dataset(section, tiny_tokenizer, is_chat=False)
-        found.append([str(dataset[i]) for i in range(len(dataset))])
-    assert found[0] == found[1] and len(found[0]) == 8
+    assert len(unchanged(shuffled, "model.data", "training_rm")[0]) == 2
+    assert len(unchanged(encoded, "model.data.train_ds", "gpt_sft")) == 8
 
 
 def test_keys_of_sampling_have_no_effect():
@@ -193,33 +164,32 @@ def test_keys_of_sampling_have_no_effect():
         more = odd(f"model.{name}.sampling_params", f"gpt_{name}_actor")
         assert set(more) == {"add_BOS", "all_probs", "compute_logprob"}
         plain = {"use_greedy": False, "temperature": 0.5, "end_strings": ["x"]}
-        lengths = {"max_length": 4}
-        changed = GenerationParams.from_config(lengths, {**plain, **more})
-        assert changed == GenerationParams.from_config(lengths, plain)
+        params = [GenerationParams.from_config({"max_length": 4}, plain | m) for m in ({}, more)]
+        assert params[0] == params[1]
 
 
 def test_keys_of_the_trainers_have_no_effect():
     """A job of each actor, and the settings of the critic's server."""
-    more = odd("trainer.ppo", "gpt_ppo_actor")
-    assert {"flask_server", "trt_llm", "batch_iterator", "wandb_table"} <= set(more)
-    jobs = []
-    for extra in ({}, more):
-        trainer = ppo_fakes.make_trainer(**extra)
-        trainer.fit()
-        jobs.append((trainer.events, trainer.state_dict(), trainer.model.weight))
-    assert jobs[0] == jobs[1] and len(jobs[0][0]) > 20
 
-    more = odd("trainer.ppo", "gpt_ppo_critic")
-    assert {"max_epochs", "val_check_interval", "save_interval"} <= set(more)
-    servers = []
-    for extra in ({}, more):
+    def job(more):
+        trainer = ppo_fakes.make_trainer(**more)
+        trainer.fit()
+        return trainer.events, trainer.state_dict(), trainer.model.weight
+
+    def server(more):
         model = SimpleNamespace(cfg=OmegaConf.create({"encoder_seq_length": 8}), tokenizer=None)
-        cfg = OmegaConf.create({"combine_rm_and_critic_server": False, **extra})
+        cfg = OmegaConf.create({"combine_rm_and_critic_server": False, **more})
         parts = (None, None, ppo_fakes.FakeLogger(), None, None)
         server = CriticServerTrainer(cfg, model, *parts, 4, 2)
         plain = {k: v for k, v in vars(server).items() if isinstance(v, (int, float, str))}
-        servers.append((plain, server._make_front(())._batcher))
-    assert servers[0] == servers[1] and len(servers[0][0]) > 5
+        return plain, server._make_front(())._batcher
+
+    keys = {"flask_server", "trt_llm", "batch_iterator", "wandb_table"}
+    assert keys <= set(odd("trainer.ppo", "gpt_ppo_actor"))
+    assert len(unchanged(job, "trainer.ppo", "gpt_ppo_actor")[0]) > 20
+    keys = {"max_epochs", "val_check_interval", "save_interval"}
+    assert keys <= set(odd("trainer.ppo", "gpt_ppo_critic"))
+    assert len(unchanged(server, "trainer.ppo", "gpt_ppo_critic")[0]) > 5
 
 
 # --- values that are refused; those of `ONLY`: test_model_keys.py
@@ -300,14 +270,7 @@ def test_the_older_name_of_a_key_counts_where_the_newer_is_not_given():
     assert both.inference_micro_batch_size == 3
 
 
-# --- optimizers, schedules, tokenizers, data
-
-
-def test_other_optimizers_and_schedules_are_refused():
-    with pytest.raises(ConfigError, match=r"'lamb' .*\(Megatron Core has Adam and SGD only\)"):
-        check_optim({"name": "lamb"})
-    with pytest.raises(ConfigError, match=r"'CyclicLR' is not supported \(it changes the optim"):
-        check_optim({"sched": {"name": "CyclicLR"}})
+# --- schedules, tokenizers, data; optimizers: test_config_checks.py
 
 
 def rates(name, **keys):

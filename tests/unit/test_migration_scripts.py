@@ -17,6 +17,7 @@ from omegaconf import OmegaConf
 
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.core.retired import RETIRED
+from nemo_aligner.data.nlp.datasets import RewardModelDataset, RLHFDataset
 from nemo_aligner.models.alignable_interface import (
     AlignableGenerativeInterface,
     PolicyWithReference,
@@ -28,6 +29,7 @@ from nemo_aligner.models.nlp.gpt.megatron_gpt_model import (
 )
 from nemo_aligner.servers.critic_client import RemoteGPTRMCriticClient, SaveFuture
 from nemo_aligner.utils import train_script_utils as steps
+from tests.cases import rows, says
 from tests.unit.test_migration_page import generator
 
 ROOT = Path(__file__).parents[2]
@@ -35,12 +37,14 @@ GONE = "nemo.collections.nlp"
 
 
 def read_imports():
+    """{script: what it imports, as `module:name` or `module`}."""
     found = {}
-    for line in Path(__file__).with_name("nemo_aligner_scripts.txt").read_text().splitlines():
-        if line.startswith("== "):
-            imports = found[line[3:]] = []
-        elif not line.startswith("#"):
-            imports.append(line)
+    text = Path(__file__).with_name("nemo_aligner_scripts.txt").read_text()
+    for part in text.split("\n== ")[1:]:
+        script, _, lines = part.partition("\n")
+        table = rows(lines) if lines else []
+        imports = [(module, name) for module, names in table for name in names.split()]
+        found[script] = [f"{module}:{name}".removeprefix("import:") for module, name in imports]
     return found
 
 
@@ -163,31 +167,23 @@ def test_a_retired_name_says_what_to_do(module, name):
     with pytest.warns(UserWarning, match="cannot be used") as said:
         retired = getattr(importlib.import_module(module), name)
     assert RETIRED[module][name] in str(said[0].message)
-    with pytest.raises(UserError) as caught:
-        retired()
-    assert RETIRED[module][name] in str(caught.value)
+    with says(UserError, "cannot be used", RETIRED[module][name]):
+        retired("anything", key="anything")
 
 
 @pytest.mark.parametrize("name", RETIRED_HOOKS)
 def test_a_method_that_nothing_calls_cannot_be_overridden_or_called(name):
-    with pytest.raises(ConfigError) as caught:
+    with says(ConfigError, f"Mine.{name} would never be called", RETIRED_HOOKS[name]):
         type("Mine", (MegatronGPTModel,), {name: lambda self: None})
-    assert f"Mine.{name} would never be called" in str(caught.value)
-    assert RETIRED_HOOKS[name] in str(caught.value)
-    model = type("Mine", (RetiredHooks,), {})()
-    arguments = inspect.signature(getattr(model, name)).parameters
-    with pytest.raises(UserError) as caught:
-        getattr(model, name)(*([None] * len(arguments)))
-    assert RETIRED_HOOKS[name] in str(caught.value)
+    method = getattr(type("Mine", (RetiredHooks,), {})(), name)
+    with says(UserError, RETIRED_HOOKS[name]):
+        method(*([None] * len(inspect.signature(method).parameters)))
 
 
-def test_calls_that_need_another_form(tiny_tokenizer, tmp_path):
-    from nemo_aligner.data.nlp.datasets import RewardModelDataset, RLHFDataset
-
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"text": "the film"}\n{"text": "the film"}\n')
+def test_calls_that_need_another_form(tiny_tokenizer, write):
+    path = write({"text": "the film"}, {"text": "the film"})
     for cls in (RLHFDataset, RewardModelDataset):
-        encoded = cls([str(path)], tiny_tokenizer, 24).encode("the film")
+        encoded = cls([path], tiny_tokenizer, 24).encode("the film")
         assert list(encoded) == list(tiny_tokenizer.text_to_ids("the film"))
     assert not hasattr(AlignableGenerativeInterface, "get_init_policy_logprobs")
     assert hasattr(PolicyWithReference, "get_init_policy_logprobs")

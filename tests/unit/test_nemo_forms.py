@@ -13,6 +13,7 @@ import shutil
 
 import pytest
 import torch
+import yaml
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from omegaconf import OmegaConf
 
@@ -24,7 +25,7 @@ from nemo_aligner.launch.model_loading import load_from_nemo
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 from nemo_aligner.plan.__main__ import main as plan
 from tests import nemo_files
-from tests.cases import some_of
+from tests.cases import says, some_of
 from tests.tiny_models import tiny_config
 
 pytestmark = pytest.mark.slow
@@ -74,12 +75,18 @@ def test_weights_of_each_rank(source, tmp_path, tp, stages, wrapper, tar):
     assert same_model(nemo_files.packed(folder) if tar else folder, source)
 
 
+def with_rank_file(source, folder, state):
+    """Files of one rank, with `state` in the place of its weights."""
+    nemo_files.write_rank_files(source, folder, 1, [3])
+    torch.save(state, folder / "model_weights.ckpt")
+    return folder
+
+
 def test_weights_of_each_rank_without_transformer_engine(source, tmp_path):
-    folder = nemo_files.write_rank_files(source, tmp_path / "ranks", 1, [3])
     state = source.unwrapped()[0].state_dict()
-    torch.save({f"model.{n}": v for n, v in state.items()}, folder / "model_weights.ckpt")
     assert any(".input_layernorm." in name for name in state)
-    assert same_model(folder, source)
+    state = {f"model.{name}": value for name, value in state.items()}
+    assert same_model(with_rank_file(source, tmp_path / "ranks", state), source)
 
 
 def test_faults_of_rank_files_are_named(source, tmp_path):
@@ -98,11 +105,9 @@ def test_faults_of_rank_files_are_named(source, tmp_path):
         ("model.language_model.encoder.layers.0.mlp.dense_h_to_4h.weight", "legacy_layers"),
         ("model.decoder.layers.0.mlp.experts.local_experts.0.linear_fc1.weight", "rank_experts"),
     ):
-        folder = nemo_files.write_rank_files(source, tmp_path / kind, 1, [3])
-        torch.save({name: torch.zeros(2, 2)}, folder / "model_weights.ckpt")
-        with pytest.raises(UserError, match="which is not read; ") as error:
+        folder = with_rank_file(source, tmp_path / kind, {name: torch.zeros(2, 2)})
+        with says(UserError, "which is not read; ", forms.FORMS[kind].remedy):
             restored(folder)
-        assert forms.FORMS[kind].remedy in str(error.value)
     folder = nemo_files.write_rank_files(source, tmp_path / "less", 1, [3])
     state = torch.load(folder / "model_weights.ckpt", weights_only=False)
     gone = "model.decoder.layers.1.mlp.linear_fc1.weight"
@@ -114,9 +119,8 @@ def test_faults_of_rank_files_are_named(source, tmp_path):
 
 
 def test_a_rank_file_runs_no_code(source, tmp_path):
-    folder = nemo_files.write_rank_files(source, tmp_path / "ranks", 1, [3])
     harmful = {"model.x": nemo_files.Harmful(str(tmp_path / "harm"))}
-    torch.save(harmful, folder / "model_weights.ckpt")
+    folder = with_rank_file(source, tmp_path / "ranks", harmful)
     with pytest.raises(UserError, match="model_weights.ckpt in .* names .*mkdir, which no"):
         restored(folder)
     assert not (tmp_path / "harm").exists()
@@ -157,56 +161,35 @@ def test_faults_of_zarr_are_named(source, tmp_path):
         restored(folder)
 
 
-LLAMA = {"_target_": "nemo.collections.llm.gpt.model.llama.LlamaConfig"}
-LLAMA |= {"activation_func": {"_target_": "torch.nn.functional.silu", "_call_": False}}
-LLAMA |= {"gated_linear_unit": True, "normalization": "RMSNorm", "position_embedding_type": "rope"}
-LLAMA |= {"add_bias_linear": False, "share_embeddings_and_output_weights": False}
-LLAMA |= {"num_query_groups": 2}
-GPT = {"_target_": "nemo.collections.llm.gpt.model.base.GPTConfig"}
-GPT |= {"activation_func": {"_target_": "torch._C._nn.gelu", "_call_": False}}
-GPT |= {"gated_linear_unit": False, "normalization": "LayerNorm"}
-GPT |= {"position_embedding_type": "learned_absolute", "add_bias_linear": True}
-GPT |= {"share_embeddings_and_output_weights": True, "num_query_groups": None}
-COMMON = {
-    "num_layers": 3,
-    "hidden_size": 32,
-    "ffn_hidden_size": 48,
-    "num_attention_heads": 4,
-    "kv_channels": None,
-    "seq_length": 48,
-    "rotary_base": 10000,
-    "rotary_percent": 1.0,
-    "layernorm_epsilon": 1e-5,
-    "hidden_dropout": 0.0,
-    "attention_dropout": 0.0,
-    "make_vocab_size_divisible_by": 128,
-    "init_method_std": 0.1,
+LLAMA = yaml.safe_load("""{
+    _target_: nemo.collections.llm.gpt.model.llama.LlamaConfig, gated_linear_unit: true,
+    activation_func: {_target_: torch.nn.functional.silu, _call_: false}, normalization: RMSNorm,
+    position_embedding_type: rope, add_bias_linear: false, num_query_groups: 2,
+    share_embeddings_and_output_weights: false}
+""")
+GPT = yaml.safe_load("""{
+    _target_: nemo.collections.llm.gpt.model.base.GPTConfig, gated_linear_unit: false,
+    activation_func: {_target_: torch._C._nn.gelu, _call_: false}, normalization: LayerNorm,
+    position_embedding_type: learned_absolute, add_bias_linear: true, num_query_groups: null,
+    share_embeddings_and_output_weights: true}
+""")
+COMMON = yaml.safe_load("""{
+    num_layers: 3, hidden_size: 32, ffn_hidden_size: 48, num_attention_heads: 4,
+    kv_channels: null, seq_length: 48, rotary_base: 10000, rotary_percent: 1.0,
+    layernorm_epsilon: 1.0e-5, hidden_dropout: 0.0, attention_dropout: 0.0,
+    make_vocab_size_divisible_by: 128, init_method_std: 0.1,
     # what does not matter
-    "tensor_model_parallel_size": 8,
-    "params_dtype": {"_target_": "torch.bfloat16", "_call_": True},
-    "fp8_margin": 1,
-    "tp_comm_overlap": True,
-    "attention_backend": {"_target_": "megatron.core.transformer.enums.AttnBackend"},
-    "transformer_layer_spec": {
-        "_target_": "nemo.collections.llm.gpt.model.base.default_layer_spec",
-        "_call_": False,
-    },
-    "calculate_per_token_loss": False,
-    "num_moe_experts": None,
-    "moe_router_topk": 3,
-    "qk_layernorm": False,
-    "softmax_type": "vanilla",
-}
-TOKENIZER = {
-    "_target_": "nemo.collections.common.tokenizers.huggingface.auto_tokenizer.AutoTokenizer",
-    "pretrained_model_name": "nemo_tokenizer",
-    "vocab_file": None,
-    "merges_file": None,
-    "bos_token": None,
-    "eos_token": None,
-    "use_fast": True,
-    "chat_template": None,
-}
+    tensor_model_parallel_size: 8, params_dtype: {_target_: torch.bfloat16, _call_: true},
+    fp8_margin: 1, tp_comm_overlap: true, calculate_per_token_loss: false, moe_router_topk: 3,
+    attention_backend: {_target_: megatron.core.transformer.enums.AttnBackend},
+    transformer_layer_spec: {_target_: nemo.collections.llm.gpt.model.base.default_layer_spec,
+        _call_: false}, num_moe_experts: null, qk_layernorm: false, softmax_type: vanilla}
+""")
+TOKENIZER = yaml.safe_load("""{
+    _target_: nemo.collections.common.tokenizers.huggingface.auto_tokenizer.AutoTokenizer,
+    pretrained_model_name: nemo_tokenizer, vocab_file: null, merges_file: null, bos_token: null,
+    eos_token: null, use_fast: true, chat_template: null}
+""")
 
 
 def nemo2_of(source, tokenizer_dir, folder, **changes):
@@ -343,7 +326,7 @@ TWICE = ("ranks", "hugging_face")  # names of layers, with their numbers too
     keep=3,
 )
 def test_a_weight_beyond_reason_is_named(source, tiny_tokenizer_dir, tmp_path, form, value):
-    name, path = "linear_fc2.weight", tmp_path / "model"
+    name, path = "linear_fc2.weight", tmp_path / ("m.nemo" if form == "file" else "model")
     weight = next(w for n, w in source._named_weights() if n.endswith(name) and ".1." in n)
     with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
         before = weight[3, 5].clone()
@@ -358,21 +341,19 @@ def test_a_weight_beyond_reason_is_named(source, tiny_tokenizer_dir, tmp_path, f
                 nemo_files.write_zarr(source, path)
             elif form == "hugging_face":
                 patch.setattr("nemo_aligner.checkpoint.torch_dist_stream.checked", lambda *_: None)
-                source.save_to(str(tmp_path / "m.nemo"))
-                arguments = ["nemo-to-hf", str(tmp_path / "m.nemo"), str(path)]
-                assert convert([*arguments, "--quiet", "--overwrite"]) == 0
+                source.save_to(nemo := str(tmp_path / "source.nemo"))
+                assert convert(["nemo-to-hf", nemo, str(path), "--quiet", "--overwrite"]) == 0
                 patch.undo()
                 name = "model.layers.1.mlp.down_proj.weight"
             else:
-                source.save_to(f"{path}/" if form == "folder" else str(path.with_suffix(".nemo")))
-            given = path.with_suffix(".nemo") if form == "file" else path
+                source.save_to(str(path) if form == "file" else f"{path}/")
             if found == 65504.0:
-                restored(given)
+                restored(path)
         weight[3, 5] = before
     shown = re.escape(f"{value:.6g}")
     for read in (restored,) if form in TWICE else (restored, everything_in):
-        with pytest.raises(UserError, match=f"{given}.*{name} has the value {shown};"):
-            read(given)
+        with pytest.raises(UserError, match=f"{path}.*{name} has the value {shown};"):
+            read(path)
 
 
 def test_numbers_of_any_type_are_checked(tmp_path):

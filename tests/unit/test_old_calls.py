@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls in NeMo-Aligner's form give what they gave; where they cannot, the error says so."""
 
+import functools
 import importlib
 import json
 import math
@@ -12,9 +13,19 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+from nemo_aligner.algorithms.critic_server_trainer import CriticServerTrainer
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.data.nlp import builders
 from nemo_aligner.data.nlp import datasets as old_datasets
+from nemo_aligner.launch.model_loading import load_from_nemo
+from nemo_aligner.models.nlp.gpt.gpt_reward_model import GPTRewardModel
+from nemo_aligner.models.nlp.gpt.gpt_sft_model import GPTSFTModel
+from nemo_aligner.models.nlp.gpt.megatron_gpt_critic import MegatronGPTCriticModel
+from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
+from nemo_aligner.models.nlp.gpt.megatron_gpt_ppo_actor import MegatronGPTActorModel
+from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRewardModel
+from nemo_aligner.models.nlp.gpt.megatron_layers import build_layer_spec
+from nemo_aligner.models.nlp.gpt.reward_critic_clients import get_future_result
 from nemo_aligner.training.schedule import ScopedTimer, SyncTimer, Timer
 from nemo_aligner.utils import (
     batch_iterators,
@@ -44,8 +55,6 @@ def test_entropies_without_a_mask_are_scalars():
 
 @pytest.fixture(scope="module")
 def reward_model(tiny_tokenizer_dir):
-    from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRewardModel
-
     model = MegatronGPTRewardModel(tiny_config(tiny_tokenizer_dir, output_sequence=False))
     model.set_eval()
     return model
@@ -72,9 +81,6 @@ def test_reward_model_takes_lengths_in_both_places(reward_model):
 
 
 def test_reward_module_is_built_by_position(reward_model):
-    from nemo_aligner.models.nlp.gpt.gpt_reward_model import GPTRewardModel
-    from nemo_aligner.models.nlp.gpt.megatron_layers import build_layer_spec
-
     config = reward_model.transformer_config
     spec = build_layer_spec(config, None)
     # ..., rotary_percent, rotary_base, seq_len_interpolation_factor, output_sequence,
@@ -106,16 +112,6 @@ def test_connector_leaves_the_head_out(reward_model, tmp_path):
     } == {"0.rm_head.weight"}
 
 
-def test_overrides_of_methods_that_nothing_calls_are_refused(reward_model):
-    with pytest.raises(UserError, match="override get_loss_and_metrics"):
-        reward_model.loss_func(torch.zeros(2, 1))
-    with pytest.raises(ConfigError, match=r"Mine.loss_func would never be called"):
-
-        class Mine(type(reward_model)):
-            def loss_func(self, output_tensor):
-                return output_tensor.mean()
-
-
 def test_step_helpers_may_be_called_by_methods_of_their_name(reward_model):
     class Mine(type(reward_model)):
         def prepare_for_validation_step(self):
@@ -125,14 +121,13 @@ def test_step_helpers_may_be_called_by_methods_of_their_name(reward_model):
             train_utils.finish_validation_step(self)
 
     model = Mine(reward_model.cfg)
-    model.prepare_for_validation_step()
-    assert not model.model[0].training
-    model.finish_validation_step()
-    assert model.model[0].training
-    train_utils.set_eval(model)
-    assert not model.model[0].training
-    train_utils.set_train(model)
-    assert model.model[0].training
+    to_eval = model.prepare_for_validation_step, lambda: train_utils.set_eval(model)
+    to_train = model.finish_validation_step, lambda: train_utils.set_train(model)
+    for evaluate, train in zip(to_eval, to_train):
+        evaluate()
+        assert not model.model[0].training
+        train()
+        assert model.model[0].training
     model.setup_megatron_optimization(max_steps=1)
     train_utils.clip_gradients(model, 0.25)
     assert model._optimizer.config.clip_grad == 0.25
@@ -143,8 +138,6 @@ def test_step_helpers_may_be_called_by_methods_of_their_name(reward_model):
 
 
 def test_actor_without_a_reference_says_what_to_call(tiny_tokenizer_dir):
-    from nemo_aligner.models.nlp.gpt.megatron_gpt_ppo_actor import MegatronGPTActorModel
-
     model = MegatronGPTActorModel(tiny_config(tiny_tokenizer_dir, ppo=PPO))
     of_tokens = lambda: model.get_init_policy_logprobs(torch.zeros(1, 4, dtype=torch.int64))
     for call in (model.check_reference_policy, of_tokens):
@@ -181,8 +174,10 @@ def model_cfg(**more):
     return OmegaConf.create({"data": {"data_impl": "jsonl"}, **more})
 
 
-def old_call(cls, tokenizer, records, cfg, **more):
-    arguments = dict(cfg=cfg, tokenizer=tokenizer, name="train", data_prefix="nowhere.jsonl")
+def old_call(tokenizer, cls, records, **cfg):
+    arguments = dict(
+        cfg=model_cfg(**cfg), tokenizer=tokenizer, name="train", data_prefix="nowhere.jsonl"
+    )
     arguments |= dict(documents=np.arange(len(records)), data=records, seq_length=24, seed=1)
     by_name = cls(**arguments, drop_last=True)
     by_place = cls(*arguments.values())
@@ -200,29 +195,24 @@ def equal(ours, theirs):
 
 def test_datasets_take_the_old_call(tiny_tokenizer, tmp_path):
     records = [{"text": f"the film {i}", "label": [float(i), -100.0]} for i in range(4)]
-    path = tmp_path / "data.jsonl"
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    regression = {"num_attributes": 2, "loss_mask_val": -100.0}
     pairs = [{"text": record["text"]} for record in records]
-    plain = tmp_path / "pairs.jsonl"
-    plain.write_text("".join(json.dumps(record) + "\n" for record in pairs))
-    half = old_call(old_datasets.RLHFDataset, tiny_tokenizer, records, model_cfg())
+    paths = tmp_path / "data.jsonl", tmp_path / "pairs.jsonl"
+    for path, lines in zip(paths, (records, pairs)):
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    labelled, plain = ([str(path)] for path in paths)
+    old = functools.partial(old_call, tiny_tokenizer)
+    prompts, labels = old_datasets.RLHFDataset, old_datasets.RegressionRewardModelDataset
+    half = old(prompts, records)
     assert half.max_prompt_length == 12
-    equal(half, old_datasets.RLHFDataset([str(path)], tiny_tokenizer, 12))
-    cfg = model_cfg(length_params={"max_length": 4})
-    less = old_call(old_datasets.RLHFDataset, tiny_tokenizer, records, cfg)
-    assert less.max_prompt_length == 20
-    equal(
-        old_call(old_datasets.RewardModelDataset, tiny_tokenizer, pairs, model_cfg()),
-        old_datasets.RewardModelDataset([str(plain)], tiny_tokenizer, 24),
-    )
-    cls = old_datasets.RegressionRewardModelDataset
-    equal(
-        old_call(cls, tiny_tokenizer, records, model_cfg(regression=regression)),
-        cls([str(path)], tiny_tokenizer, 24, num_attributes=2),
-    )
+    equal(half, prompts(labelled, tiny_tokenizer, 12))
+    assert old(prompts, records, length_params={"max_length": 4}).max_prompt_length == 20
+    two = old_datasets.RewardModelDataset
+    equal(old(two, pairs), two(plain, tiny_tokenizer, 24))
+    regression = {"num_attributes": 2, "loss_mask_val": -100.0}
+    ours = labels(labelled, tiny_tokenizer, 24, num_attributes=2)
+    equal(old(labels, records, regression=regression), ours)
     with pytest.raises(ConfigError, match="record 0 is a list"):
-        old_call(old_datasets.RLHFDataset, tiny_tokenizer, [[1, 2]], model_cfg())
+        old(prompts, [[1, 2]])
 
 
 class OwnDataset(torch.utils.data.Dataset):
@@ -315,8 +305,6 @@ def test_warnings_of_decorators():
 
 
 def test_future_of_one_key_is_its_tensor():
-    from nemo_aligner.models.nlp.gpt.reward_critic_clients import get_future_result
-
     class Reply:
         def result(self, timeout=None):
             return {"rewards": np.ones((2, 1), np.float32), "values": np.zeros(2, np.float32)}
@@ -327,8 +315,6 @@ def test_future_of_one_key_is_its_tensor():
 
 
 def test_sft_model_generates(tiny_tokenizer_dir):
-    from nemo_aligner.models.nlp.gpt.gpt_sft_model import GPTSFTModel
-
     model = GPTSFTModel(tiny_config(tiny_tokenizer_dir))
     texts = ["the film", "a dull plot and"]
     lengths = {"max_length": 5}
@@ -356,14 +342,11 @@ def test_sft_model_generates(tiny_tokenizer_dir):
 
 
 def test_metrics_of_responses():
-    InferenceMetricsHandler = importlib.import_module(
-        "nemo_aligner.metrics.common"
-    ).InferenceMetricsHandler
-    none = InferenceMetricsHandler(None)
+    handler_of = importlib.import_module("nemo_aligner.metrics.common").InferenceMetricsHandler
+    none = handler_of(None)
     assert not none.has_metrics() and none.compute() == {}
-    handler = InferenceMetricsHandler(
-        {"letters": {"_target_": "tests.unit.test_old_calls.CountLetters", "start": 2}}
-    )
+    letters = {"_target_": "tests.unit.test_old_calls.CountLetters", "start": 2}
+    handler = handler_of({"letters": letters})
     handler.update({"unused": 0}, {"predictions": ["abc", "d"]})
     assert handler.has_metrics() and handler.compute() == {"letters": 6}
     handler.reset()
@@ -394,20 +377,13 @@ def test_rejection_sampling_takes_the_old_calls():
     assert all(torch.equal(data[key], old_data[key]) for key in data)
     assert old_metrics["global_rewards"] == metrics["global_rewards"]
 
-    batches = [
-        {
-            "response_tokens": torch.tensor([[1, 2, 3, 0]]),
-            "response_lengths": torch.tensor([3]),
-            "prompt_lengths": torch.tensor([1]),
-            "rewards": torch.tensor([4.0]),
-        },
-        {
-            "response_tokens": torch.tensor([[5, 6, 0, 0, 0]]),
-            "response_lengths": torch.tensor([2]),
-            "prompt_lengths": torch.tensor([1]),
-            "rewards": torch.tensor([1.0]),
-        },
-    ]
+    batch = lambda tokens, length, reward: {
+        "response_tokens": torch.tensor([tokens]),
+        "response_lengths": torch.tensor([length]),
+        "prompt_lengths": torch.tensor([1]),
+        "rewards": torch.tensor([reward]),
+    }
+    batches = [batch([1, 2, 3, 0], 3, 4.0), batch([5, 6, 0, 0, 0], 2, 1.0)]
     joined, none = ours.generate_rs_data(batches)
     assert joined["response_tokens"].tolist() == [[1, 2, 3, 0, 0], [5, 6, 0, 0, 0]]
     assert joined["mask"].tolist() == [[1, 1, 0, 0], [1, 0, 0, 0]] and none == {}
@@ -417,15 +393,15 @@ def test_rejection_sampling_takes_the_old_calls():
     assert metrics == {**lengths, "global_rewards": 2.5}
 
 
-def test_a_critic_learns_from_each_form_of_arrays(reward_model, tiny_tokenizer_dir, tmp_path):
-    from nemo_aligner.algorithms.critic_server_trainer import CriticServerTrainer
-    from nemo_aligner.launch.model_loading import load_from_nemo
-    from nemo_aligner.models.nlp.gpt.megatron_gpt_critic import MegatronGPTCriticModel
+def critic_from(model, tokenizer_dir, folder, **keys):
+    model.save_to(path := str(folder / "of.nemo"))
+    cfg = tiny_config(tokenizer_dir, **keys)
+    return load_from_nemo(MegatronGPTCriticModel, cfg, None, restore_path=path)
 
-    reward_model.save_to(str(tmp_path / "rm.nemo"))
-    cfg = tiny_config(tiny_tokenizer_dir, output_sequence=True, loss_clip_val=0.2)
-    path = str(tmp_path / "rm.nemo")
-    critic = load_from_nemo(MegatronGPTCriticModel, cfg, None, restore_path=path)
+
+def test_a_critic_learns_from_each_form_of_arrays(reward_model, tiny_tokenizer_dir, tmp_path):
+    keys = {"output_sequence": True, "loss_clip_val": 0.2}
+    critic = critic_from(reward_model, tiny_tokenizer_dir, tmp_path, **keys)
     cfg = OmegaConf.create({"combine_rm_and_critic_server": True})
     optimizer = critic.setup_megatron_optimization(max_steps=10)
     parts = ppo_fakes.FakeLogger(), None, None, 2, 2
@@ -451,14 +427,8 @@ def test_a_critic_learns_from_each_form_of_arrays(reward_model, tiny_tokenizer_d
 
 
 def test_critic_refuses_a_reward_model_without_a_head(tiny_tokenizer_dir, tmp_path):
-    from nemo_aligner.launch.model_loading import load_from_nemo
-    from nemo_aligner.models.nlp.gpt.megatron_gpt_critic import MegatronGPTCriticModel
-    from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
-
-    cfg = tiny_config(tiny_tokenizer_dir)
-    MegatronGPTModel(cfg).save_to(str(tmp_path / "base.nemo"))
-    path = str(tmp_path / "base.nemo")
-    critic = load_from_nemo(MegatronGPTCriticModel, cfg, None, restore_path=path)
+    base = MegatronGPTModel(tiny_config(tiny_tokenizer_dir))
+    critic = critic_from(base, tiny_tokenizer_dir, tmp_path)
     with pytest.raises(UserError, match="holds no reward head"):
         critic.rm_state_dict_cpu = utils.copy_model_states_to_cpu(critic)
     assert critic.rm_state_dict_cpu is None

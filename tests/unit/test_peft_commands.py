@@ -23,12 +23,12 @@ from tests.hugging_face import change_tensors, edit_json
 from tests.peft_folders import (
     ADAPTERS,
     CONFIG,
-    TOKENS,
     assert_same_logits,
     assert_same_tensors,
     convert,
     load,
     load_base,
+    logits_of,
     start_from,
     with_adapters,
 )
@@ -65,8 +65,7 @@ def test_there_and_back_gives_the_same_bits(llama, tmp_path):
 @some_of("name", ["Llama, odd sizes", "GPT-2", "Phi 3", "Qwen 2 MoE"], keep=["Phi 3"])
 def test_merged_equals_unmerged(write_folder, tmp_path, name):
     base, folder, model = with_adapters(write_folder, name)
-    with torch.no_grad():
-        expected = model(TOKENS).logits
+    expected = logits_of(model)
     assert convert("hf-to-nemo", folder, tmp_path / "adapters.nemo") == 0
     assert convert("merge-lora", tmp_path / "adapters.nemo", tmp_path / "merged.nemo") == 0
     assert_same_logits(load(tmp_path / "merged.nemo"), expected)
@@ -88,8 +87,7 @@ def test_a_base_that_has_moved(llama, tmp_path, capsys):
         assert "--base" in capsys.readouterr().err
         out = tmp_path / f"merged-{source.name}"
         assert convert("merge-lora", source, out, "--base", moved) == 0
-        with torch.no_grad():
-            assert_same_logits(load(out), model(TOKENS).logits)
+        assert_same_logits(load(out), logits_of(model))
     assert convert("hf-to-nemo", folder, tmp_path / "b.nemo") == 2
     assert "base_model_name_or_path" in capsys.readouterr().err
     assert convert("hf-to-nemo", folder, tmp_path / "b.nemo", "--base", moved) == 0
@@ -188,6 +186,13 @@ def folder(kept, tmp_path):
     return shutil.copytree(kept / "adapters", tmp_path / "adapters")
 
 
+@pytest.fixture
+def read(kept, folder):
+    """Reads the adapters in `folder`."""
+    base = sources.read_config(kept / "base")
+    return lambda: PeftTensors(folder, base)
+
+
 @pytest.mark.parametrize(
     ("keys", "says"),
     [
@@ -208,74 +213,66 @@ def folder(kept, tmp_path):
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )
-def test_what_is_not_computed_here_is_named(kept, folder, keys, says):
+def test_what_is_not_computed_here_is_named(folder, read, keys, says):
     edit_json(folder / CONFIG, **keys)
     with pytest.raises(UserError, match=says):
-        PeftTensors(folder, sources.read_config(kept / "base"))
+        read()
 
 
 @pytest.mark.parametrize("value", [None, "x", -1, 1e400, True, [1], {"a": "b"}], ids=repr)
-def test_values_that_make_no_sense_are_errors_of_the_user(kept, folder, value):
-    base = sources.read_config(kept / "base")
+def test_values_that_make_no_sense_are_errors_of_the_user(folder, read, value):
     before = json.loads((folder / CONFIG).read_text())
     for key in before:
         edit_json(folder / CONFIG, **before | {key: value})
         try:
-            PeftTensors(folder, base)
+            read()
         except UserError as error:
             assert str(folder) in str(error)
 
 
 Q = "base_model.model.model.layers.1.self_attn.q_proj."
+A, B = f"{Q}lora_A.weight", f"{Q}lora_B.weight"
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("gone", "added", "says"),
     [
-        (
-            lambda t: t.update({"base_model.model.lm_head.lora_A.weight": torch.ones(4, 36)}),
-            r"'base_model\.model\.lm_head\.lora_A\.weight', which has no place",
-        ),
-        (
-            lambda t: t.update({Q.replace(".1.", ".3.") + "lora_A.weight": torch.ones(4, 36)}),
-            r"layers\.3.* with 3 layers",
-        ),
-        (
-            lambda t: t.update({Q + "lora_A.weight": torch.ones(4, 40)}),
-            r"shapes \(4, 40\) and \(60, 4\), but .* weight of shape \(60, 36\)",
-        ),
-        (lambda t: t.pop(Q + "lora_A.weight"), r"but not .*lora_A\.weight"),
-        (
-            lambda t: [t.pop(Q + f"lora_{half}.weight") for half in "AB"],
-            r"lacks the adapter of 'model\.layers\.1\.self_attn\.q_proj'",
-        ),
-        (lambda t: t.clear(), "holds no adapters"),
+        ((), {"base_model.model.lm_head.lora_A.weight": (4, 36)}, "lm_head.*, which has no place"),
+        ((), {f"{Q.replace('.1.', '.3.')}lora_A.weight": (4, 36)}, r"layers\.3.* with 3 layers"),
+        ((), {A: (4, 40)}, r"shapes \(4, 40\) and \(60, 4\), but .* weight of shape \(60, 36\)"),
+        ((A,), {}, r"but not .*lora_A\.weight"),
+        ((A, B), {}, r"lacks the adapter of 'model\.layers\.1\.self_attn\.q_proj'"),
+        (None, {}, "holds no adapters"),
     ],
 )
-def test_tensors_without_a_place_are_named(kept, folder, change, says):
+def test_tensors_without_a_place_are_named(folder, read, gone, added, says):
+    def change(tensors):
+        for name in [*tensors] if gone is None else gone:
+            del tensors[name]
+        tensors |= {name: torch.ones(shape) for name, shape in added.items()}
+
     change_tensors(folder / ADAPTERS, change)
     with pytest.raises(UserError, match=says):
-        PeftTensors(folder, sources.read_config(kept / "base"))
+        read()
 
 
-def test_damaged_folders_are_named(kept, folder):
-    base = sources.read_config(kept / "base")
+def test_damaged_folders_are_named(folder, read):
     file = folder / ADAPTERS
     whole = file.read_bytes()
     file.write_bytes(whole[:-50])
     with pytest.raises(UserError, match=f"{ADAPTERS} is damaged or incomplete"):
-        PeftTensors(folder, base)
+        read()
     file.unlink()
     with pytest.raises(UserError, match=f"holds no {ADAPTERS}"):
-        PeftTensors(folder, base)
+        read()
     (folder / "adapter_model.bin").write_bytes(b"pickle")
     with pytest.raises(UserError, match="pickled adapters .*save_pretrained"):
-        PeftTensors(folder, base)
+        read()
     assert main(["nemo-info", str(folder)]) == 2
     file.write_bytes(whole)
     (folder / CONFIG).write_text("{")
     with pytest.raises(UserError, match=f"{CONFIG} cannot be read"):
-        PeftTensors(folder, base)
+        read()
 
 
 def test_a_base_by_its_name_on_the_hub_is_an_error_that_names_the_key(folder, capsys, tmp_path):

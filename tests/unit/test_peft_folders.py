@@ -39,6 +39,7 @@ from tests.peft_folders import (
     load,
     load_base,
     logits_in_peft,
+    logits_of,
     outputs_of,
     start_from,
     with_adapters,
@@ -53,8 +54,7 @@ pytestmark = pytest.mark.slow
 @some_of("name", MODULES, keep=["GPT-2", "Phi 3", "Qwen 2 MoE"])
 def test_adapters_of_peft_give_the_same_logits(write_folder, name):
     base, folder, model = with_adapters(write_folder, name)
-    with torch.no_grad():
-        expected = model(TOKENS).logits
+    expected = logits_of(model)
     fused = ARCHITECTURES[load_base(base).config.model_type].layer
     fused = len(fused["self_attention.linear_qkv."].names) == 1
     beside = start_from(base, folder)
@@ -63,8 +63,8 @@ def test_adapters_of_peft_give_the_same_logits(write_folder, name):
     with beside.adapters_merged():
         assert_same_logits(beside, expected)
     with beside.adapters_disabled():
-        with model.disable_adapter(), torch.no_grad():
-            assert_same_logits(beside, model(TOKENS).logits)
+        with model.disable_adapter():
+            assert_same_logits(beside, logits_of(model))
     assert_same_logits(load(folder), expected)
 
 
@@ -84,8 +84,7 @@ def test_adapters_of_peft_give_the_same_logits(write_folder, name):
 )
 def test_settings_of_peft_mean_the_same(write_folder, settings):
     base, folder, model = with_adapters(write_folder, "Llama, odd sizes", **settings)
-    with torch.no_grad():
-        expected = model(TOKENS).logits
+    expected = logits_of(model)
     assert_same_logits(start_from(base, folder), expected)
 
 
@@ -98,8 +97,7 @@ def test_the_base_need_not_come_from_hugging_face(write_folder, tmp_path):
         del nemo.cfg.hugging_face
     nemo.save_to(f"{tmp_path}/bare/")
     shutil.rmtree(base)
-    with torch.no_grad():
-        assert_same_logits(start_from(tmp_path / "bare", folder), model(TOKENS).logits)
+    assert_same_logits(start_from(tmp_path / "bare", folder), logits_of(model))
 
 
 # --- adapters of this package in PEFT ---
@@ -218,10 +216,8 @@ def test_steps_of_sft_equal_those_of_peft(write_folder, tmp_path, name, modules)
         torch.testing.assert_close(ours[key], tensor, atol=2e-5, rtol=1e-5)
     model.set_eval()
     theirs.eval()
-    with torch.no_grad():
-        tokens = TOKENS[:, :40]
-        found, wanted = outputs_of(model, tokens)[..., :300], theirs(tokens).logits
-        torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+    found = outputs_of(model)[..., :300]
+    torch.testing.assert_close(found, logits_of(theirs), atol=1e-4, rtol=1e-4)
 
 
 # --- heads ---
@@ -232,8 +228,7 @@ SAMPLES, LENGTHS = TOKENS[:, :20].clamp(min=1), torch.tensor([20, 13])
 
 def scores_in_peft(model):
     padded = torch.where(torch.arange(20) < LENGTHS[:, None], SAMPLES, 0)
-    with torch.no_grad():
-        return model(padded, attention_mask=(padded > 0).long()).logits
+    return logits_of(model, padded, attention_mask=(padded > 0).long())
 
 
 def assert_same_scores(model, expected):
@@ -241,16 +236,26 @@ def assert_same_scores(model, expected):
     torch.testing.assert_close(found.view_as(expected), expected, **EXACT)
 
 
+def with_headed_adapters(write_folder, name, kind, task_type):
+    """Folders of a base with a head and of adapters over it, and the `PeftModel`, whose own head
+    is another one.
+    """
+    base = write_folder(hugging_face.with_head(kind, name), "base")
+    modules = MODULES.get(name, ["q_proj", "v_proj"])
+    theirs = add_adapters(load_base(base, kind), modules, task_type=task_type)
+    inside = theirs.base_model.model
+    head = (inside.score if hasattr(inside, "score") else inside.classifier).modules_to_save
+    with torch.no_grad():
+        for parameter in head["default"].parameters():
+            parameter.add_(0.5)
+    theirs.save_pretrained(base.with_name("adapters"))
+    return base, base.with_name("adapters"), theirs
+
+
 @pytest.mark.parametrize("name", ["Llama 2", "GPT-2"])
 def test_a_reward_model_gives_the_same_scores(write_folder, tmp_path, name):
-    head = hugging_face.with_head("SequenceClassification", name)
-    base = write_folder(head, "base")
-    modules = MODULES.get(name, ["q_proj", "v_proj"])
-    theirs = add_adapters(load_base(base, "SequenceClassification"), modules, task_type="SEQ_CLS")
-    with torch.no_grad():
-        theirs.base_model.model.score.modules_to_save["default"].weight.add_(0.5)
-    folder = tmp_path / "adapters"
-    theirs.save_pretrained(folder)
+    kind = "SequenceClassification"
+    base, folder, theirs = with_headed_adapters(write_folder, name, kind, "SEQ_CLS")
     expected = scores_in_peft(theirs)
     started = start_from(base, folder, MegatronGPTRewardModel)
     for model in (started, load(folder, MegatronGPTRewardModel)):
@@ -263,9 +268,7 @@ def test_a_reward_model_gives_the_same_scores(write_folder, tmp_path, name):
     assert convert("nemo-to-hf", tmp_path / "rm.nemo", tmp_path / "back") == 0
     config = json.loads((tmp_path / "back" / CONFIG).read_text())
     assert config["task_type"] == "SEQ_CLS" and config["modules_to_save"] == ["score"]
-    again = oracle("peft").PeftModel.from_pretrained(
-        load_base(base, "SequenceClassification"), tmp_path / "back"
-    )
+    again = oracle("peft").PeftModel.from_pretrained(load_base(base, kind), tmp_path / "back")
     assert_same_scores(model, scores_in_peft(again.eval()))
 
 
@@ -294,18 +297,10 @@ def test_a_reward_model_over_a_language_model(write_folder, tmp_path):
 
 @pytest.mark.parametrize("name", ["Llama 2", "GPT-2"])
 def test_a_critic_gives_the_same_values(write_folder, tmp_path, name):
-    base = write_folder(hugging_face.with_head("TokenClassification", name), "base")
-    modules = MODULES.get(name, ["q_proj", "v_proj"])
-    theirs = add_adapters(load_base(base, "TokenClassification"), modules, task_type="TOKEN_CLS")
-    model = theirs.base_model.model
-    head = model.score if name == "Llama 2" else model.classifier
-    with torch.no_grad():
-        head.modules_to_save["default"].bias.add_(0.5)
-    theirs.save_pretrained(tmp_path / "adapters")
-    model = start_from(base, tmp_path / "adapters", MegatronGPTCriticModel)
-    with torch.no_grad():
-        expected = theirs(TOKENS).logits.squeeze(-1)
-    torch.testing.assert_close(outputs_of(model), expected, **EXACT)
+    kind = "TokenClassification"
+    base, folder, theirs = with_headed_adapters(write_folder, name, kind, "TOKEN_CLS")
+    model = start_from(base, folder, MegatronGPTCriticModel)
+    torch.testing.assert_close(outputs_of(model), logits_of(theirs).squeeze(-1), **EXACT)
     model.save_to(f"{tmp_path}/critic.nemo")
     assert convert("nemo-to-hf", tmp_path / "critic.nemo", tmp_path / "back") == 0
-    assert_same_tensors(tmp_path / "adapters", tmp_path / "back")
+    assert_same_tensors(folder, tmp_path / "back")

@@ -5,7 +5,6 @@ rules of the jobs, and the command line.
 """
 
 import json
-import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -25,36 +24,11 @@ from nemo_aligner.generation import engine
 from nemo_aligner.models.nlp.gpt.adapter_mixin import NLPAdapterModelMixin
 from nemo_aligner.models.nlp.gpt.megatron_gpt_critic import MegatronGPTCriticModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
+from nemo_aligner.plan import memory, parameters
 from nemo_aligner.plan.__main__ import main, read_memory, read_model
-from nemo_aligner.plan.jobs import (
-    ACTOR,
-    JOBS,
-    STEERLM2,
-    STUDENT,
-    job_config,
-    read_workload,
-)
-from nemo_aligner.plan.memory import (
-    GRADIENTS,
-    OPTIMIZER,
-    PREFILL_TOKENS,
-    WEIGHTS,
-    Workload,
-    in_flight,
-    job_memory,
-    kept_bytes,
-    layer_bytes,
-    optimizer_bytes,
-    rank_memory,
-)
-from nemo_aligner.plan.parameters import (
-    Architecture,
-    Split,
-    Weights,
-    count_layer,
-    count_weights,
-    read_architecture,
-)
+from nemo_aligner.plan.jobs import ACTOR, JOBS, STEERLM2, STUDENT, job_config, read_workload
+from nemo_aligner.plan.memory import GRADIENTS, OPTIMIZER, Workload, job_memory, rank_memory
+from nemo_aligner.plan.parameters import Architecture, Split, count_weights, read_architecture
 from nemo_aligner.plan.splits import fit_passes, shares
 from tests import hugging_face
 from tests.cases import some_of
@@ -63,7 +37,6 @@ from tests.tiny_models import GPT2_LIKE, LLAMA_LIKE, tiny_config
 pytestmark = pytest.mark.slow
 
 GB = 2**30
-MACHINE = ("--gpus", "16", "--memory", "80GB")
 FRACTION = "model.knowledge_distillation.on_policy.fraction"
 DPO, KTO, REWARD_MODEL = (JOBS[name][0] for name in ("dpo", "kto", "rm"))
 EXPERTS = {"num_moe_experts": 4, "moe_router_topk": 2}
@@ -95,11 +68,15 @@ def architecture_of(model, head_outputs=0):
     return read_architecture(cfg, model.padded_vocab_size, head_outputs)
 
 
+def size_of(tensors):
+    return sum(tensor.numel() for tensor in tensors)
+
+
 @some_of("variant", VARIANTS, keep=12)
 def test_number_of_weights_is_that_of_the_built_model(tiny_tokenizer_dir, variant):
     model = MegatronGPTModel(tiny_config(tiny_tokenizer_dir, **VARIANTS[variant]))
-    built = sum(p.numel() for module in model.unwrapped() for p in module.parameters())
-    assert count_weights(architecture_of(model)).total == built
+    (module,) = model.unwrapped()
+    assert count_weights(architecture_of(model)).total == size_of(module.parameters())
 
 
 def test_number_of_weights_of_a_critic(tiny_tokenizer_dir):
@@ -108,8 +85,8 @@ def test_number_of_weights_of_a_critic(tiny_tokenizer_dir):
     model = MegatronGPTCriticModel(cfg)
     (module,) = model.unwrapped()
     weights = count_weights(architecture_of(model, attributes), Split())
-    head = sum(p.numel() for p in module.rm_head.parameters())
-    assert (weights.head, weights.total) == (head, sum(p.numel() for p in module.parameters()))
+    assert weights.head == size_of(module.rm_head.parameters())
+    assert weights.total == size_of(module.parameters())
 
 
 @pytest.mark.parametrize(
@@ -126,10 +103,10 @@ def test_number_of_weights_with_adapters(tiny_tokenizer_dir, variant, peft):
     model = NLPAdapterModelMixin(tiny_config(tiny_tokenizer_dir, **VARIANTS[variant] | peft))
     model.init_peft(model.cfg.peft)
     weights = count_weights(architecture_of(model), Split())
-    parameters = list(model.unwrapped()[0].parameters())
-    assert weights.total == sum(p.numel() for p in parameters)
-    assert weights.trained.total == sum(p.numel() for p in parameters if p.requires_grad)
-    assert weights.merged == sum(linear.weight.numel() for linear, _ in model._adapters)
+    tensors = list(model.unwrapped()[0].parameters())
+    assert weights.total == size_of(tensors)
+    assert weights.trained.total == size_of(p for p in tensors if p.requires_grad)
+    assert weights.merged == size_of(linear.weight for linear, _ in model._adapters)
 
 
 LARGE_LLAMA = LLAMA_LIKE | dict(num_layers=32, hidden_size=4096, ffn_hidden_size=14336)
@@ -186,70 +163,71 @@ def test_activations_are_the_tensors_that_autograd_keeps(tiny_tokenizer_dir, var
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         module.decoder.layers[1](hidden, attention_mask=None, rotary_pos_emb=rotary)
     workload = Workload(width=width, samples=samples, on_gpu=False)
-    predicted = layer_bytes(architecture_of(model), Split(), workload)
+    predicted = memory.layer_bytes(architecture_of(model), Split(), workload)
     assert predicted == pytest.approx(sum(kept.values()), rel=0.02)
 
 
 # --- bytes by hand -------------------------------------------------------------------------------
 
 LLAMA_8B = Architecture(32, 4096, 14336, 32, 8, 128, 128256)
-N = 8_030_261_248
+N, ALONE = 8_030_261_248, Split()
+
+
+def phase(name, split=ALONE, **keys):
+    """{part: bytes} of a phase."""
+    return job_memory(LLAMA_8B, split, Workload(**keys)).phases[name]
 
 
 def test_what_stands_all_the_time():
-    alone = Workload(forward_samples=0)
-    memory = job_memory(LLAMA_8B, Split(), alone)
-    parts = memory.phases["update"]
-    assert (parts[WEIGHTS], parts[GRADIENTS], parts[OPTIMIZER]) == (2 * N, 4 * N, 12 * N)
-    shared = job_memory(LLAMA_8B, Split(dp=4, cp=2), alone).phases["update"]
-    assert shared[OPTIMIZER] == 12 * N / 8
-    assert shared[GRADIENTS] == 4 * N
-    whole = job_memory(LLAMA_8B, Split(dp=4), Workload(distributed_optimizer=False))
-    assert whole.phases["update"][OPTIMIZER] == 12 * N
+    parts = phase("update", forward_samples=0)
+    assert (parts[memory.WEIGHTS], parts[GRADIENTS], parts[OPTIMIZER]) == (2 * N, 4 * N, 12 * N)
+    shared = phase("update", Split(dp=4, cp=2), forward_samples=0)
+    assert (shared[GRADIENTS], shared[OPTIMIZER]) == (4 * N, 12 * N / 8)
+    assert phase("update", Split(dp=4), distributed_optimizer=False)[OPTIMIZER] == 12 * N
 
 
 def test_the_optimizer_states_of_experts_have_fewer_replicas():
     split, w = Split(dp=4, ep=2), Workload()
-    weights = Weights(dense=1000, expert=600)
-    assert optimizer_bytes(LLAMA_8B, weights, split, w) == 12 * 1000 / 4 + 12 * 600 / 2
+    weights = parameters.Weights(dense=1000, expert=600)
+    assert memory.optimizer_bytes(LLAMA_8B, weights, split, w) == 12 * 1000 / 4 + 12 * 600 / 2
 
 
 def test_copies_in_host_memory():
     w = Workload(reference=True, offloads=True, rollout_samples=8, response=2048)
-    memory = job_memory(LLAMA_8B, Split(dp=4), w)
-    assert sum(memory.host.values()) == 2 * 2 * N + 8 * N / 4
+    needed = job_memory(LLAMA_8B, Split(dp=4), w)
+    assert sum(needed.host.values()) == 2 * 2 * N + 8 * N / 4
     # What is in host memory while the policy generates is not on the GPU.
-    resting = memory.phases["generation"][OPTIMIZER]
-    assert resting == memory.phases["update"][OPTIMIZER] - 8 * N / 4
-    assert memory.phases["generation"]["KV cache"] == 32 * 2 * 8 * 128 * 2 * 8 * 4096
+    resting = needed.phases["generation"][OPTIMIZER]
+    assert resting == needed.phases["update"][OPTIMIZER] - 8 * N / 4
+    assert needed.phases["generation"]["KV cache"] == 32 * 2 * 8 * 128 * 2 * 8 * 4096
     critic = job_memory(LLAMA_8B, Split(), Workload(swaps=True))
     assert sum(critic.host.values()) == 2 * 2 * N
 
 
 def test_stages_that_are_gathered_and_a_cache_of_given_size():
-    w = Workload(rollout_samples=8, response=2048, generation=(1, 1))
-    memory = job_memory(LLAMA_8B, Split(pp=4), w)
-    parts = memory.phases["generation"]
-    sample = 32 * 2 * 8 * 128 * 2 * 4096
+    sample, others = 32 * 2 * 8 * 128 * 2 * 4096, "weights of other stages"
+    rollout = {"rollout_samples": 8, "response": 2048}
+    parts = phase("generation", Split(pp=4), **rollout, generation=(1, 1))
     assert parts["KV cache"] == 2 * sample
-    assert parts["weights of other stages"] + parts[WEIGHTS] == 2 * N
-    assert "weights of other stages" not in job_memory(LLAMA_8B, Split(), w).phases["generation"]
-    at_tp4 = job_memory(LLAMA_8B, Split(tp=4), w).phases["generation"]
-    assert at_tp4["KV cache"] == 2 * sample
-    assert at_tp4["weights of other stages"] == 2 * N  # all of them beside the shards
-    wider = replace(w, generation=(2, 1))
-    parts = job_memory(LLAMA_8B, Split(), wider).phases["generation"]
+    assert parts[others] + parts[memory.WEIGHTS] == 2 * N
+    assert others not in phase("generation", **rollout, generation=(1, 1))
+    parts = phase("generation", Split(tp=4), **rollout, generation=(1, 1))
+    assert parts["KV cache"] == 2 * sample
+    assert parts[others] == 2 * N  # all of them beside the shards
+    parts = phase("generation", **rollout, generation=(2, 1))
     assert parts["KV cache"] == 8 * sample  # twice the samples, half of each
-    w = Workload(rollout_samples=8, response=2048, cache_memory=5.5 * sample)
-    assert job_memory(LLAMA_8B, Split(), w).phases["generation"]["KV cache"] == 5 * sample
+    parts = phase("generation", **rollout, cache_memory=5.5 * sample)
+    assert parts["KV cache"] == 5 * sample
+
+
+def with_qkv_adapters(dim, layers=None):
+    rest = 32.0, 0.0, "post", "xavier", "zero", layers, False, "nemo"
+    return replace(LLAMA_8B, lora=LoRASettings(("attention_qkv",), dim, *rest))
 
 
 def test_adapters_take_the_place_of_weights():
     dim = 16
-    tuning = LoRASettings(
-        ("attention_qkv",), dim, 32.0, 0.0, "post", "xavier", "zero", None, False, "nemo"
-    )
-    lora = replace(LLAMA_8B, lora=tuning)
+    lora = with_qkv_adapters(dim)
     w = Workload(reference=True, swaps=True, merges=True, rollout_samples=1)
     adapters = 32 * dim * (4096 + 6144)
     for split, own in (
@@ -257,23 +235,21 @@ def test_adapters_take_the_place_of_weights():
         (Split(tp=2, dp=2), 32 * dim * (4096 + 6144 // 2)),  # A is whole on each rank
         (Split(pp=2), adapters // 2),
     ):
-        memory = rank_memory(lora, split, 0, w)
-        update = memory.phases["update"]
+        needed = rank_memory(lora, split, 0, w)
+        update = needed.phases["update"]
         assert update[GRADIENTS] == 4 * own
         assert update[OPTIMIZER] == 12 * own / split.dp
-        base = rank_memory(LLAMA_8B, split, 0, w).phases["update"][WEIGHTS]
-        assert update[WEIGHTS] == base + 2 * own
+        base = rank_memory(LLAMA_8B, split, 0, w).phases["update"][memory.WEIGHTS]
+        assert update[memory.WEIGHTS] == base + 2 * own
         merged = 32 * 4096 * 6144 // split.tp // split.pp
-        assert memory.phases["generation"]["merged adapters"] == 2 * merged
+        assert needed.phases["generation"]["merged adapters"] == 2 * merged
         # The reference policy is the base; of critic and reward model only adapters change places.
         kept = dict.fromkeys(("reward model", "critic while the reward model computes"), 2 * own)
-        assert memory.host == kept
+        assert needed.host == kept
 
 
 def test_a_stage_without_adapters_trains_nothing():
-    kept = "post", "xavier", "zero", (1,), False, "nemo"
-    tuning = LoRASettings(("attention_qkv",), 16, 32.0, 0.0, *kept)
-    lora, split = replace(LLAMA_8B, lora=tuning), Split(pp=2)
+    lora, split = with_qkv_adapters(16, layers=(1,)), Split(pp=2)
     stages = [rank_memory(lora, split, stage, Workload()) for stage in (0, 1)]
     first, last = (stage.phases["update"] for stage in stages)
     assert first[GRADIENTS] == 4 * 16 * (4096 + 6144)
@@ -281,40 +257,33 @@ def test_a_stage_without_adapters_trains_nothing():
 
 
 def test_a_tied_table_has_a_copy_on_the_last_stage():
-    tied = Architecture(32, 4096, 14336, 32, 8, 128, 128256, tied=True)
-    table = 128256 * 4096
+    tied = replace(LLAMA_8B, tied=True)
     parts = [count_weights(tied, Split(pp=2), stage).total for stage in (0, 1)]
-    assert sum(parts) == count_weights(tied).total + table
+    assert sum(parts) == count_weights(tied).total + 128256 * 4096
 
 
 def test_layers_with_and_without_experts():
     model = large(num_moe_experts=8, moe_router_topk=2, moe_layer_freq=[1] * 30 + [0, 1])
     model |= {"moe_shared_expert_intermediate_size": 512, "moe_shared_expert_gate": True}
     mixed = read_architecture(model, 128256)
-    dense, sparse = (count_layer(kind).total for kind in (LLAMA_8B, mixed))
+    dense, sparse = (parameters.count_layer(kind).total for kind in (LLAMA_8B, mixed))
     feed_forward = 3 * 4096 * 14336
     assert sparse == dense + 7 * feed_forward + 3 * 4096 * 512 + 4096 * (8 + 1)
     whole = count_weights(mixed).total
     assert whole == N + 31 * (sparse - dense)
     assert sum(count_weights(mixed, Split(pp=2), stage).total for stage in (0, 1)) == whole
-    assert count_weights(read_architecture(model | {"moe_layer_freq": 2}, 128256)).total == (
-        N + 16 * (sparse - dense)
-    )
+    half = read_architecture(model | {"moe_layer_freq": 2}, 128256)
+    assert count_weights(half).total == N + 16 * (sparse - dense)
 
 
 def test_micro_batches_in_flight():
-    assert [in_flight(Split(pp=4), stage, 8) for stage in range(4)] == [4, 3, 2, 1]
-    assert in_flight(Split(pp=4), 0, 2) == 2
-    assert in_flight(Split(pp=2, vpp=2), 0, 8) == (2 + 2 + 1) / 2
+    assert [memory.in_flight(Split(pp=4), stage, 8) for stage in range(4)] == [4, 3, 2, 1]
+    assert memory.in_flight(Split(pp=4), 0, 2) == 2
+    assert memory.in_flight(Split(pp=2, vpp=2), 0, 8) == (2 + 2 + 1) / 2
 
 
 def test_what_makes_activations_smaller():
-    alone = Split()
-
-    def activations(split=alone, **keys):
-        parts = rank_memory(LLAMA_8B, split, 0, Workload(**keys)).phases["update"]
-        return parts["activations"]
-
+    activations = lambda *split, **keys: phase("update", *split, **keys)["activations"]
     assert activations(Split(cp=2)) == pytest.approx(activations() / 2, rel=1e-6)
     assert activations(samples=2) == pytest.approx(2 * activations(), rel=0.01)
     parallel = activations(Split(tp=2))
@@ -323,10 +292,10 @@ def test_what_makes_activations_smaller():
 
 
 def test_full_recomputation_keeps_the_inputs_of_layers():
-    layer, inputs = layer_bytes(LLAMA_8B, alone := Split(), Workload()), 4096 * 4096 * 2
+    layer, inputs = memory.layer_bytes(LLAMA_8B, alone := Split(), Workload()), 4096 * 4096 * 2
 
     def kept(**keys):
-        return kept_bytes(LLAMA_8B, alone, 0, Workload(recompute="full", **keys))
+        return memory.kept_bytes(LLAMA_8B, alone, 0, Workload(recompute="full", **keys))
 
     assert kept() == (32 * inputs, layer)
     assert kept(recompute_layers=4) == (8 * inputs, 4 * layer)
@@ -356,41 +325,48 @@ def model_file(tmp_path):
     return write
 
 
-def plan(capsys, *arguments):
-    """What the command prints as JSON."""
-    assert main([*arguments, "--json"]) == 0
-    return json.loads(capsys.readouterr().out)
+def on(gpus, memory="80GB", job=None):
+    """Words of the command line."""
+    return ["--gpus", str(gpus), "--memory", memory, *(["--job", job] if job else [])]
+
+
+@pytest.fixture
+def plan(model_file, capsys):
+    """`plan(words)`: what the command prints as JSON, of `model_file()` or of another file."""
+
+    def plan(words, path=None):
+        assert main([path or model_file(), *words, "--json"]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    return plan
 
 
 def sizes_of(job, *names):
     return {tuple(c[name] for name in names) for c in job["candidates"]}
 
 
-def test_splits_that_a_job_would_refuse_are_no_candidates(model_file, capsys):
+def test_splits_that_a_job_would_refuse_are_no_candidates(model_file, plan):
     path = model_file(num_layers=6, num_attention_heads=12, num_query_groups=6, kv_channels=128)
-    (job,) = plan(capsys, path, "--gpus", "8", "--memory", "80GB", "--job", "sft")["jobs"]
+    (job,) = plan(on(8, job="sft"), path)["jobs"]
     assert sizes_of(job, "tp") == {(1,), (2,)}  # 6 query groups
     assert sizes_of(job, "pp") == {(1,), (2,)}  # 6 layers
     parts = "train_ds", "validation_ds"
     arguments = [f"model.data.{part}.global_batch_size=2" for part in parts]
-    machine = "--gpus", "8", "--memory", "80GB"
-    (job,) = plan(capsys, path, *arguments, *machine, "--job", "sft")["jobs"]
+    (job,) = plan([*arguments, *on(8, job="sft")], path)["jobs"]
     assert sizes_of(job, "dp") == {(1,), (2,)}  # samples of a global batch
 
 
-def test_experts_are_spread(model_file, capsys):
+def test_experts_are_spread(model_file, plan):
     path = model_file(num_moe_experts=8, moe_router_topk=2, num_layers=4)
-    (job,) = plan(capsys, path, "--gpus", "4", "--memory", "80GB", "--job", "sft")["jobs"]
+    (job,) = plan(on(4, job="sft"), path)["jobs"]
     found = sizes_of(job, "tp", "ep", "dp")
     assert {(1, 4, 4), (2, 2, 2), (1, 1, 4)} <= found
     assert (1, 8, 4) not in found
 
 
 @some_of("kind", ["ppo", "rs", "sft", "rm"])
-def test_the_arguments_start_the_job(model_file, capsys, kind):
-    path = model_file()
-    given = ["model.encoder_seq_length=2048"]
-    result = plan(capsys, path, *given, "--gpus", "8", "--memory", "80GB", "--job", kind)
+def test_the_arguments_start_the_job(plan, kind):
+    result = plan(["model.encoder_seq_length=2048", *on(8, job=kind)])
     configs = {"ppo": ("gpt_ppo_actor", "gpt_ppo_critic"), "rs": ("gpt_rs_actor", "inference_rm")}
     configs |= {"sft": ("gpt_sft",), "rm": ("training_rm",)}
     for job, config_name in zip(result["jobs"], configs[kind], strict=True):
@@ -406,50 +382,46 @@ def test_the_arguments_start_the_job(model_file, capsys, kind):
         assert cfg.trainer.devices * cfg.trainer.num_nodes == chosen["gpus"]
 
 
-def test_an_override_goes_to_the_jobs_that_have_the_key(model_file, capsys):
+def test_an_override_goes_to_the_jobs_that_have_the_key(plan):
     given = ["model.ppo.rollout_micro_batch_size=4", "model.loss_clip_val=0.3", "model.seed=5"]
-    arguments = [*given, "--critic", "model.micro_batch_size=2", "--gpus", "8", "--memory", "80GB"]
-    actor, critic = plan(capsys, model_file(), *arguments)["jobs"]
+    actor, critic = plan([*given, "--critic", "model.micro_batch_size=2", *on(8)])["jobs"]
     assert actor["overrides"][-2:] == ["model.ppo.rollout_micro_batch_size=4", "model.seed=5"]
     given = ["model.loss_clip_val=0.3", "model.seed=5", "model.micro_batch_size=2"]
     assert critic["overrides"][-3:] == given
     assert critic["recommended"]["phases"]["update"]["activations"] > 0
 
 
-def test_ppo_without_a_critic_has_a_reward_server(model_file, capsys):
+def test_ppo_without_a_critic_has_a_reward_server(plan):
     given = ["trainer.ppo.advantage_estimator=grpo", "model.ppo.num_rollouts_per_prompt=4"]
     given += ["remote_critic_rm.combine_rm_and_critic_server=False"]
-    jobs = plan(capsys, model_file(), *given, "--gpus", "8", "--memory", "80GB")["jobs"]
+    jobs = plan([*given, *on(8)])["jobs"]
     assert [job["job"] for job in jobs] == ["actor", "reward server"]
 
 
 TEACHER = "trainer.ppo.teacher_kl_coef=0.5"
 
 
-def test_ppo_with_a_teacher_has_three_jobs(model_file, capsys):
-    given = model_file(), TEACHER, "--memory", "80GB", "--gpus"
-    jobs = plan(capsys, *given, "8")["jobs"]
+def test_ppo_with_a_teacher_has_three_jobs(model_file, plan, capsys):
+    jobs = plan([TEACHER, *on(8)])["jobs"]
     counts = {job["job"]: job["recommended"]["gpus"] for job in jobs}
     assert counts == {"actor": 4, "critic": 2, "teacher": 2}
-    assert main([*given, "2"]) == 2
+    assert main([model_file(), TEACHER, *on(2)]) == 2
     assert "3 jobs run at the same time" in capsys.readouterr().err
 
 
-def test_micro_batches_by_tokens_hold_so_many_of_the_longest_samples(model_file, capsys):
+def test_micro_batches_by_tokens_hold_so_many_of_the_longest_samples(plan):
     by_size = ["model.micro_batch_size=2", "model.ppo.forward_micro_batch_size=2"]
     by_tokens = [f"model.dynamic_micro_batch_tokens={2 * 4096 + 5}"]
-    path, machine = model_file(), ("--gpus", "16", "--memory", "80GB")
-    jobs = [plan(capsys, path, *given, *machine)["jobs"][0] for given in (by_size, by_tokens)]
+    jobs = [plan([*given, *on(16)])["jobs"][0] for given in (by_size, by_tokens)]
     whole = [[c for c in job["candidates"] if not c["changes"]] for job in jobs]
     phases = [{(c["tp"], c["pp"], c["cp"]): c["phases"] for c in each} for each in whole]
     assert phases[0] and phases[0] == phases[1]
 
 
 @pytest.mark.parametrize("given", [[], [TEACHER]])
-def test_actor_and_servers_on_one_gpu(model_file, capsys, given):
+def test_actor_and_servers_on_one_gpu(model_file, plan, given):
     small = dict(num_layers=4, hidden_size=512, ffn_hidden_size=1024, kv_channels=64)
-    path = model_file(**small, num_attention_heads=8)
-    result = plan(capsys, path, *given, "--gpus", "1", "--memory", "24GB")
+    result = plan([*given, *on(1, "24GB")], model_file(**small, num_attention_heads=8))
     assert result["shared"] and len(result["jobs"]) == 2 + len(given)
     together = sum(job["recommended"]["peak"] for job in result["jobs"])
     assert together <= result["limit"] == 0.9 * 24 * GB
@@ -458,17 +430,17 @@ def test_actor_and_servers_on_one_gpu(model_file, capsys, given):
         assert all(c["fits"] == (c["peak"] <= left) for c in job["candidates"])
 
 
-def test_adapters_need_less(model_file, capsys):
-    arguments = [model_file(), "--gpus", "1", "--memory", "80GB", "--job", "sft"]
-    assert main(arguments) == 2  # all weights of 8 billion do not fit
+def test_adapters_need_less(model_file, plan, capsys):
+    arguments = on(1, job="sft")
+    assert main([model_file(), *arguments]) == 2  # all weights of 8 billion do not fit
     capsys.readouterr()
     lora = ["model.peft.peft_scheme=lora", "model.peft.lora_tuning.target_modules=[all]"]
-    (job,) = plan(capsys, *arguments, *lora)["jobs"]
+    (job,) = plan([*arguments, *lora])["jobs"]
     per_layer = 2 * 4096 + 6144 + 4096 + 4096 + 3 * 14336 + 4096
     assert job["trained"] == 32 * 32 * per_layer
     assert job["weights"] == N + job["trained"]
     assert {*lora} <= set(job["overrides"])
-    assert main([*arguments, *lora]) == 0
+    assert main([model_file(), *arguments, *lora]) == 0
     assert "of which 71.303 million are trained" in capsys.readouterr().out
 
 
@@ -479,15 +451,12 @@ def test_shares_of_the_gpus():
 
 
 def test_nothing_fits_says_how_many_gpus_do(model_file, capsys):
-    path = model_file()
-    arguments = ["--memory", "24GB", "--job", "sft"]
-    assert main([path, "--gpus", "2", *arguments]) == 2
+    start = lambda gpus: main([model_file(), *on(gpus, "24GB", "sft")])
+    assert start(2) == 2
     error = capsys.readouterr().err
     assert "no split of 2 GPUs of 24 GiB" in error
     enough = int(error.split("SFT. ")[1].split()[0])
-    assert main([path, "--gpus", str(enough), *arguments]) == 0
-    capsys.readouterr()
-    assert main([path, "--gpus", str(enough // 2), *arguments]) == 2
+    assert [start(enough), start(enough // 2)] == [0, 2]
 
 
 # --- the command ---------------------------------------------------------------------------------
@@ -504,26 +473,25 @@ def test_memory_of_a_gpu():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nowhere.nemo", "--gpus", "8", "--memory", "80GB"], "nowhere.nemo does not exist"),
-        (["{model}", "--gpus", "0", "--memory", "80GB"], "--gpus=0"),
-        (["{model}", "--gpus", "8", "--memory", "80apples"], "--memory=80apples"),
-        (["{model}", "--gpus", "8", "--memory", "80GB", "--reserve", "100"], "--reserve=100"),
-        (["{model}", "model.wings=2", "--gpus", "8", "--memory", "80GB"], "model.wings"),
-        (["{model}", "wings", "--gpus", "8", "--memory", "80GB"], "'wings' is no override"),
-        (["{model}", "model.global_batch_size=7", *MACHINE], "no split of 16 GPUs is possible: "),
-        (["{model}", "model.encoder_seq_length=null", *MACHINE, "--job", "dpo"], "is not set"),
-        (["{model}", f"{FRACTION}=abc", *MACHINE, "--job", "distill"], f"{FRACTION}='abc'"),
+        (on(0), "--gpus=0"),
+        (on(8, "80apples"), "--memory=80apples"),
+        ([*on(8), "--reserve", "100"], "--reserve=100"),
+        (["model.wings=2", *on(8)], "model.wings"),
+        (["wings", *on(8)], "'wings' is no override"),
+        (["model.global_batch_size=7", *on(16)], "no split of 16 GPUs is possible: "),
+        (["model.encoder_seq_length=null", *on(16, job="dpo")], "is not set"),
+        ([f"{FRACTION}=abc", *on(16, job="distill")], f"{FRACTION}='abc'"),
+        (None, "nowhere.nemo does not exist"),
     ],
 )
 def test_bad_input_is_one_line(model_file, capsys, arguments, message):
-    path = model_file()
-    assert main([text.format(model=path) for text in arguments]) == 2
+    assert main([model_file(), *arguments] if arguments else ["nowhere.nemo", *on(8)]) == 2
     printed = capsys.readouterr()
     assert message in printed.err and printed.err.count("\n") == 1 and not printed.out
 
 
 def test_the_text_names_what_counts(model_file, capsys):
-    assert main([model_file(), "--gpus", "8", "--memory", "80GB"]) == 0
+    assert main([model_file(), *on(8)]) == 0
     text = capsys.readouterr().out
     jobs = {"ACTOR": 8.030, "CRITIC": 7.505}
     said = [f"{job}: {weights:.3f} billion weights, 4 GPUs" for job, weights in jobs.items()]
@@ -539,13 +507,11 @@ def test_the_text_names_what_counts(model_file, capsys):
         ("steerlm2", "model.steerlm2.forward_micro_batch_size"),
     ],
 )
-def test_smaller_passes_have_the_key_of_the_job(model_file, capsys, job, key):
-    arguments = model_file(), f"{key}=256", "--gpus", "8", "--memory", "46GB", "--job", job
-    (planned,) = plan(capsys, *arguments)["jobs"]
+def test_smaller_passes_have_the_key_of_the_job(plan, job, key):
+    (planned,) = plan([f"{key}=256", *on(8, "46GB", job)])["jobs"]
     changes = planned["recommended"]["changes"]
     assert set(changes) == {key} and 1 <= changes[key] < 256
-    given = f"{key}={changes[key] * 2}"
-    most = plan(capsys, arguments[0], given, *arguments[2:])["jobs"][0]["candidates"]
+    most = plan([f"{key}={changes[key] * 2}", *on(8, "46GB", job)])["jobs"][0]["candidates"]
     chosen = planned["recommended"]
     (twice,) = (c for c in most if all(c[k] == chosen[k] for k in ("tp", "pp", "cp", "recompute")))
     assert twice["changes"] == {key: changes[key]}  # twice as many do not fit
@@ -563,8 +529,8 @@ def test_graphs_keep_the_memory_of_a_step(model_file, pp):
     path, found = model_file(), []
     for more in ((), ("model.ppo.generation.cuda_graphs=False",)):
         w = workload(ACTOR, path, *more, pp=pp)
-        memory = rank_memory(LLAMA_8B, Split(pp=pp), 0, w)
-        found.append(sum(memory.phases["generation"].values()))
+        needed = rank_memory(LLAMA_8B, Split(pp=pp), 0, w)
+        found.append(sum(needed.phases["generation"].values()))
     choice = w.rollout_samples * LLAMA_8B.vocab_rows * (2 + 4 + 4 + 8 + 8)
     assert found[0] - found[1] == (choice + (96 << 20) if pp == 1 else 0)
 
@@ -607,23 +573,21 @@ def test_a_student_generates_only_if_some_responses_are_its_own(model_file):
 
 
 @pytest.mark.full  # the other jobs' passes are planned by the same code
-def test_steerlm2_is_planned_as_its_script_starts(model_file, capsys):
-    path = model_file()
-    (job,) = plan(capsys, path, *MACHINE, "--job", "steerlm2")["jobs"]
+def test_steerlm2_is_planned_as_its_script_starts(model_file, plan, capsys):
+    (job,) = plan(on(16, job="steerlm2"))["jobs"]
     assert "model.data.chat=True" in job["overrides"]
     for refused in ("model.data.chat=False", "model.loss_reduction=sequence"):
-        assert main([path, refused, *MACHINE, "--job", "steerlm2"]) == 2
+        assert main([model_file(), refused, *on(16, job="steerlm2")]) == 2
         assert refused.split("=")[0] in capsys.readouterr().err
     # The batch counts prompts; how many responses each has is not known.
     small = "model.global_batch_size=8", "model.steerlm2.micro_batch_size=8"
-    assert workload(STEERLM2, path, *small, pp=4).micro_batches == 4
+    assert workload(STEERLM2, model_file(), *small, pp=4).micro_batches == 4
 
 
-def test_a_server_has_no_activations_to_recompute(model_file, capsys):
-    given = model_file(), "model.activations_checkpoint_granularity=selective", *MACHINE
-    server = plan(capsys, *given, "--job", "rs")["jobs"][1]
-    words = [word for word in server["overrides"] if "activations_checkpoint" in word]
-    assert words == ["model.activations_checkpoint_granularity=selective"]
+def test_a_server_has_no_activations_to_recompute(plan):
+    given = "model.activations_checkpoint_granularity=selective"
+    server = plan([given, *on(16, job="rs")])["jobs"][1]
+    assert [word for word in server["overrides"] if "activations_checkpoint" in word] == [given]
     assert all(c["recompute"] is None for c in server["candidates"])
 
 
@@ -634,38 +598,33 @@ def test_jobs_have_the_keys_of_their_passes():
             assert OmegaConf.select(cfg, key, default="absent") != "absent", (job.name, key)
 
 
-def test_distillation_has_a_teacher_if_the_student_responds(model_file, capsys):
-    own = f"{FRACTION}=0.5"
-    bucket = "model.knowledge_distillation.outside_top_k=bucket"
-    arguments = model_file(), "--gpus", "16", "--memory", "80GB", "--job", "distill"
-    (alone,) = plan(capsys, *arguments)["jobs"]
+def test_distillation_has_a_teacher_if_the_student_responds(model_file, plan, capsys):
+    machine, critic = on(16, job="distill"), ["--critic", "model.micro_batch_size=2"]
+    own = [f"{FRACTION}=0.5", "model.knowledge_distillation.outside_top_k=bucket"]
+    (alone,) = plan(machine)["jobs"]
     assert set(alone["recommended"]["phases"]) == {"update"}
-    student, teacher = plan(
-        capsys, *arguments, own, bucket, "--critic", "model.micro_batch_size=2"
-    )["jobs"]
+    student, teacher = plan([*machine, *own, *critic])["jobs"]
     assert student["script"].endswith("train_gpt_knowledge_distillation.py")
     assert teacher["script"].endswith("serve_teacher.py")
     assert set(student["recommended"]["phases"]) == {"generation", "update"}
     assert set(teacher["recommended"]["phases"]) == {"log-probs"}
     assert teacher["recommended"]["host"] == {}
-    assert main([*arguments, "--critic", "model.micro_batch_size=2"]) == 2
+    assert main([model_file(), *machine, *critic]) == 2
     assert "on_policy.fraction" in capsys.readouterr().err
 
 
-def test_log_probs_that_are_kept_leave_no_reference_in_host_memory(model_file, capsys):
-    arguments = model_file(), *MACHINE, "--job", "dpo"
-    (fresh,) = plan(capsys, *arguments)["jobs"]
-    (kept,) = plan(capsys, *arguments, "model.dpo.ref_log_probs_dir=/shared/kept")["jobs"]
-    assert "reference policy" in json.dumps(fresh) and "reference policy" not in json.dumps(kept)
+def test_log_probs_that_are_kept_leave_no_reference_in_host_memory(plan):
+    kept = ["model.dpo.ref_log_probs_dir=/shared/kept"]
+    for given, held in (([], True), (kept, False)):
+        (job,) = plan([*given, *on(16, job="dpo")])["jobs"]
+        assert ("reference policy" in json.dumps(job)) == held
 
 
-def test_a_nemo_file(tiny_tokenizer_dir, tmp_path, capsys):
+def test_a_nemo_file(tiny_tokenizer_dir, tmp_path, plan):
     model = MegatronGPTModel(tiny_config(tiny_tokenizer_dir))
-    model.save_to(str(tmp_path / "tiny.nemo"))
-    arguments = "model.encoder_seq_length=48", "--gpus", "2", "--memory", "8GB", "--job", "sft"
-    (job,) = plan(capsys, str(tmp_path / "tiny.nemo"), *arguments)["jobs"]
-    parameters = [p for module in model.unwrapped() for p in module.parameters()]
-    assert job["weights"] == sum(p.numel() for p in parameters)
+    model.save_to(path := str(tmp_path / "tiny.nemo"))
+    (job,) = plan(["model.encoder_seq_length=48", *on(2, "8GB", "sft")], path)["jobs"]
+    assert job["weights"] == size_of(model.unwrapped()[0].parameters())
 
 
 def test_the_command_starts_without_pytorch(model_file):
@@ -673,17 +632,17 @@ def test_the_command_starts_without_pytorch(model_file):
         "import sys; from nemo_aligner.plan.__main__ import main; "
         "code = main(sys.argv[1:]); assert 'torch' not in sys.modules; sys.exit(code)"
     )
-    arguments = [model_file(), "--gpus", "8", "--memory", "80GB"]
-    subprocess.run([sys.executable, "-c", code, *arguments], check=True, env=dict(os.environ))
+    subprocess.run([sys.executable, "-c", code, model_file(), *on(8)], check=True)
 
 
 def test_a_pass_over_prompts_is_planned_as_the_engine_makes_it():
-    assert PREFILL_TOKENS == engine.PREFILL_TOKENS
+    assert memory.PREFILL_TOKENS == engine.PREFILL_TOKENS
 
 
 def test_passes_by_tokens_become_smaller_by_tokens():
-    given = Workload(width=4096, forward_samples=8, by_tokens=True)
-    phase = job_memory(LLAMA_8B, Split(), replace(given, forward_samples=2)).phases["log-probs"]
-    smaller, keys = fit_passes(ACTOR, LLAMA_8B, Split(), given, sum(phase.values()))
+    given = {"width": 4096, "by_tokens": True}
+    most = sum(phase("log-probs", **given, forward_samples=2).values())
+    given = Workload(**given, forward_samples=8)
+    smaller, keys = fit_passes(ACTOR, LLAMA_8B, Split(), given, most)
     assert smaller.forward_samples == 2
     assert keys == {"model.dynamic_micro_batch_tokens": 8192}

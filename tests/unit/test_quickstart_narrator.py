@@ -12,30 +12,18 @@ import subprocess
 import sys
 from pathlib import Path
 
+import commands
+import jobs
+import outcome
 import psutil
 import pytest
+import reviews
+from narrator import Narrator, Phase
 from rich.console import Console
 
 from tests.patience import patience
 
-QUICKSTART = Path(__file__).resolve().parents[2] / "examples" / "quickstart"
-sys.path.insert(0, str(QUICKSTART))
-
-import commands  # noqa: E402
-import jobs  # noqa: E402
-import outcome  # noqa: E402
-import reviews  # noqa: E402
-from narrator import Narrator, Phase  # noqa: E402
-
 # --------------------------------------------------------------------------------------- narrator
-
-
-class Clock:
-    def __init__(self):
-        self.now = 0.0
-
-    def __call__(self):
-        return self.now
 
 
 def ppo_phase():
@@ -51,24 +39,22 @@ def test_time_left_comes_from_the_plan_first_and_from_the_speed_then():
     assert phase.seconds_left(now=40.0) == 60.0  # one step tells no speed yet
     phase.add([{"step": 1, "train/reward": 1.0}, {"step": 2, "train/kl": 0.1}], now=45.0)
     assert phase.seconds_left(now=45.0) == 5.0 * 8
-    phase.add(
-        [{"step": 1, "train/reward": 2.0}], now=46.0
-    )  # repeated after a resume: not a new step
+    phase.add([{"step": 1, "train/reward": 2.0}], now=46.0)  # after a resume: not a new step
     assert len(phase.steps) == 2 and phase.values == {"train/reward": 2.0, "train/kl": 0.1}
 
 
 def test_plain_lines_without_a_terminal():
-    clock, text = Clock(), io.StringIO()
+    times, text = [0.0], io.StringIO()
     phases = [Phase("Data", 1, 5.0), ppo_phase()]
     console = Console(file=text, width=200)
-    narrator = Narrator(phases, console=console, lines_per_phase=2, clock=clock)
+    narrator = Narrator(phases, console=console, lines_per_phase=2, clock=lambda: times[-1])
     with narrator:
         narrator.start(phases[0])
-        clock.now = 5.0
+        times.append(5.0)
         narrator.finish(phases[0], "[b]6000[/b] reviews")
         narrator.start(phases[1], "starting")
         for step in range(10):
-            clock.now += 2.0
+            times.append(times[-1] + 2.0)
             narrator.update(phases[1], [{"step": step, "train/reward": step / 2}])
             narrator.update(phases[1], [])
         narrator.finish(phases[1])
@@ -84,12 +70,12 @@ def test_plain_lines_without_a_terminal():
 def test_metrics_tail_waits_for_whole_lines(tmp_path):
     tail = jobs.MetricsTail(tmp_path / "metrics.jsonl")
     assert tail.poll() == []
-    with (tmp_path / "metrics.jsonl").open("w") as file:
-        pieces = (('{"step": 1}\n{"st', [{"step": 1}]), ('ep": 2}', []), ("\n", [{"step": 2}]))
-        pieces += (("", []),)
-        for piece, expected in pieces:
+    first, second = [{"step": 1}], [{"step": 2}]
+    with (tmp_path / "metrics.jsonl").open("wb", buffering=0) as file:
+        for piece, expected in (
+            (b'{"step": 1}\n{"st', first), (b'ep": 2}', []), (b"\n", second), (b"", [])
+        ):  # fmt: skip
             file.write(piece)
-            file.flush()
             assert tail.poll() == expected
 
 
@@ -111,9 +97,6 @@ def test_hydra_reads_back_what_is_written(value, text):
     assert OverridesParser.create().parse_override(f"key={text}").value() == value
 
 
-# ------------------------------------------------------------------------------------------ jobs
-
-
 # --------------------------------------------------------------------------------------- outcome
 
 GOOD, BAD = "The plot is superb.", "The plot is dull."
@@ -123,15 +106,9 @@ def write_samples(folder, before, after):
     """`before` and `after`: (review, reward) for prompts 0, 1, ..."""
     folder.mkdir(parents=True, exist_ok=True)
     lines = [
-        {
-            "step": step,
-            "prompt": f"film {index}:",
-            "response": review,
-            "reward": reward,
-            "is_end": True,
-        }
+        {"step": step, "prompt": f"film {n}:", "response": text, "reward": reward, "is_end": True}
         for step, samples in ((0, before), (8, after))
-        for index, (review, reward) in enumerate(samples)
+        for n, (text, reward) in enumerate(samples)
     ]
     (folder / "val_samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
@@ -175,11 +152,10 @@ def test_too_little_to_judge(tmp_path):
         outcome.read_outcome(tmp_path, reviews.SCORES)
 
 
-@pytest.mark.skipif(
-    sys.platform != "linux", reason="only Linux tells a child that its parent died"
-)
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a child of its parent's end")
 def test_killed_run_takes_its_children_along(tmp_path):
-    code = f"import sys; sys.path.insert(0, {str(QUICKSTART)!r}); import jobs, pathlib, time; "
+    code = f"import sys; sys.path.insert(0, {str(Path(jobs.__file__).parent)!r}); "
+    code += "import jobs, pathlib, time; "
     code += "command = [sys.executable, '-c', 'import time; time.sleep(300)']; "
     code += "job = jobs.Job('sleeper', command, pathlib.Path(sys.argv[1])); "
     code += "job.start(); print(job.process.pid, flush=True); time.sleep(300)"

@@ -56,15 +56,9 @@ def job(tmp_path):
         file.write_text(text)
 
     def run(*words, **environment):
-        ended = subprocess.run(
-            [sys.executable, "job.py", *words],
-            cwd=tmp_path,
-            env=os.environ | environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        return ended.stdout
+        where = {"cwd": tmp_path, "env": os.environ | environment}
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        return subprocess.run([sys.executable, "job.py", *words], **where, **pipes).stdout
 
     return run
 

@@ -73,6 +73,14 @@ class Page(html.parser.HTMLParser):
         self.texts.append(data.strip())
 
 
+def drawings(text):
+    return [ElementTree.fromstring(svg) for svg in re.findall(r"<svg.*?</svg>", text)]
+
+
+def rendered(*folders):
+    return Page(page.render(*folders))
+
+
 def after(page, heading, count):
     """The `count` texts of a page that follow `heading`, without empty ones."""
     texts = [text for text in page.texts if text]
@@ -82,29 +90,23 @@ def after(page, heading, count):
 
 def test_page_opens_with_what_the_policy_learned(tmp_path):
     write_job(tmp_path / "ppo_actor")
+    responses = (0, "It is dull.", -1.5), (5, "It is so.", 0.0), (10, "It is superb.", 2.25)
     write_jsonl(
         tmp_path / "ppo_actor" / "val_samples.jsonl",
-        [
-            {"step": step, "prompt": "A film:", "response": text, "reward": reward}
-            for step, text, reward in (
-                (0, "It is dull.", -1.5),
-                (5, "It is so.", 0.0),
-                (10, "It is superb.", 2.25),
-            )
-        ],
+        [{"step": n, "prompt": "A film:", "response": x, "reward": r} for n, x, r in responses],
     )
     text = page.write_report(tmp_path).read_text(encoding="utf-8")
     read = Page(text)
-    assert after(read, "reward, validation", 3) == ["-1 (step 0)", "1 (step 10)", "+2"]
-    assert after(read, "reward, rollouts", 3) == ["0 (step 0)", "0.9 (step 9)", "+0.9"]
-    kl = after(read, "KL to the reference, per token", 3)
-    assert kl == ["0 (step 0)", "0.18 (step 9)", "+0.18"]
-    lengths = after(read, "response length in tokens, rollouts", 3)
-    assert lengths == ["30 (step 0)", "21 (step 9)", "-9"]
-    first_chart = ElementTree.fromstring(re.search(r"<svg.*?</svg>", text).group())
-    assert [t.text for t in first_chart.iter("text") if "label" in t.get("class")] == [
-        "val_rollouts", "train_rollouts"
-    ]  # fmt: skip
+    for title, told in {
+        "reward, validation": ["-1 (step 0)", "1 (step 10)", "+2"],
+        "reward, rollouts": ["0 (step 0)", "0.9 (step 9)", "+0.9"],
+        "KL to the reference, per token": ["0 (step 0)", "0.18 (step 9)", "+0.18"],
+        "response length in tokens, rollouts": ["30 (step 0)", "21 (step 9)", "-9"],
+        "train_time": ["10", "2.000", "2.000", "20.0"],  # 10 times 2 s
+    }.items():
+        assert after(read, title, len(told)) == told
+    labels = [each.text for each in drawings(text)[0].iter("text") if "label" in each.get("class")]
+    assert labels == ["val_rollouts", "train_rollouts"]
     assert "It is dull.\n(reward -1.5)" in read.texts
     assert "It is superb.\n(reward 2.25)" in read.texts
     assert not any("It is so." in text for text in read.texts)  # only the first and the last step
@@ -113,12 +115,11 @@ def test_page_opens_with_what_the_policy_learned(tmp_path):
     places = [text.index(part) for part in order]
     assert 'aria-label="speed/generate_tokens_per_s"' in text
     assert places == sorted(places)
-    assert after(read, "train_time", 4) == ["10", "2.000", "2.000", "20.0"]  # 10 times 2 s
 
 
 def test_page_needs_nothing_from_elsewhere_and_no_script(tmp_path):
     write_job(tmp_path)
-    read = Page(page.render(tmp_path))
+    read = rendered(tmp_path)
     assert not {"script", "link", "img", "iframe"} & set(read.tags)
     assert all(value.startswith("#") for name, value in read.attributes if name in ("href", "src"))
     assert "url(" not in elements.STYLE and "@import" not in elements.STYLE
@@ -134,18 +135,16 @@ def test_page_needs_nothing_from_elsewhere_and_no_script(tmp_path):
 )
 def test_alarms_are_told_with_the_worst_values(tmp_path, active, said):
     write_job(tmp_path, alarms=active)
-    read = Page(page.render(tmp_path))
+    read = rendered(tmp_path)
     assert said in read.texts
     assert after(read, "explained variance of the critic", 2) == ["-0.4", "-0.4"]
 
 
 def test_more_samples_than_a_glance_takes_unfold(tmp_path):
     write_job(tmp_path)
-    write_jsonl(
-        tmp_path / "val_samples.jsonl",
-        [{"step": step, "prompt": f"prompt {i}", "response": f"r{i}"}
-         for step in (0, 10) for i in range(page.MAX_SAMPLES + 5)],
-    )  # fmt: skip
+    samples = ((step, n) for step in (0, 10) for n in range(page.MAX_SAMPLES + 5))
+    samples = [{"step": step, "prompt": f"prompt {n}", "response": f"r{n}"} for step, n in samples]
+    write_jsonl(tmp_path / "val_samples.jsonl", samples)
     text = page.render(tmp_path)
     shown, folded = text.split("<summary>15 more</summary>")
     assert "<td>prompt 4</td>" in shown and "<td>prompt 5</td>" not in shown
@@ -157,8 +156,7 @@ def test_a_job_of_self_play_shows_both_responses_and_what_its_alarms_watch(tmp_p
     write_supervised(tmp_path, 1000.0, avg_generated_lengths=12.5, **metrics)
     sample = {"step": 0, "prompt": "the film", "response": " is dull", "actual": " was a joy"}
     write_jsonl(tmp_path / "train_samples.jsonl", [sample])
-    text = page.render(tmp_path)
-    found = Page(text)
+    found = rendered(tmp_path)
     told = after(found, "samples of self-play (1)", 6)[3:]
     assert told == ["0", "the film", "is dull\n(data: was a joy)"]
     assert "own responses that equal the data's" in found.texts
@@ -186,9 +184,8 @@ def test_partial_run_with_a_torn_line_and_missing_values(tmp_path):
 
 def test_a_resumed_job_overwrites_the_steps_it_repeats(tmp_path):
     values = [(1, 5.0), (2, 4.0), (2, 3.5), (3, 3.0)]
-    write_jsonl(
-        tmp_path / "metrics.jsonl", [{"step": s, "time": 1.0, "train/loss": v} for s, v in values]
-    )
+    records = [{"step": step, "time": 1.0, "train/loss": value} for step, value in values]
+    write_jsonl(tmp_path / "metrics.jsonl", records)
     assert reading.read_run(tmp_path)[0].series["train/loss"] == {1: 5.0, 2: 3.5, 3: 3.0}
 
 
@@ -239,7 +236,7 @@ def test_a_run_named_twice_counts_once_and_one_without_a_metric_waits(tmp_path, 
     assert "Compared" not in (text := Path("ppo/report.html").read_text(encoding="utf-8"))
     assert re.findall(r"<h2>(.*?)</h2>", text) == ["ppo"]
     Path("new").mkdir()
-    read = Page(page.render(Path(), Path("ppo"), Path("new")))
+    read = rendered(Path(), Path("ppo"), Path("new"))
     assert read.tags.count("h2") == 1 and "new: no metric yet." in read.texts
 
 
@@ -252,19 +249,14 @@ def test_training_is_not_laid_over_validation_and_each_run_has_its_line(tmp_path
         write_jsonl(tmp_path / f"r{run}" / "metrics.jsonl", [record])
     text = page.render(*sorted(tmp_path.iterdir()))
     rows = dict(re.findall(r"<tr><td>(responses[^<]*)</td>(.*?)</tr>", text.split("</table>")[0]))
+    title = "responses that end by themselves, "
     assert {title: re.findall("<td>(.*?)</td>", cells) for title, cells in rows.items()} == {
-        "responses that end by themselves, rollouts": [str(run) for run in range(9)],
-        "responses that end by themselves, validation": [
-            str(10 + run) if run % 2 else "" for run in range(9)
-        ],
+        f"{title}rollouts": [str(run) for run in range(9)],
+        f"{title}validation": [str(10 + run) if run % 2 else "" for run in range(9)],
     }
     kinds = re.findall('<th class="(.*?)">', text)
     assert len({*kinds}) == 9 and re.findall('<span class="(.*?)">', text) == kinds
     assert all(f".{word} " in elements.STYLE for kind in kinds for word in kind.split())
-
-
-def drawings(text):
-    return [ElementTree.fromstring(svg) for svg in re.findall(r"<svg.*?</svg>", text)]
 
 
 def test_the_page_says_how_a_job_was_started(tmp_path):
@@ -281,7 +273,7 @@ def test_the_page_says_how_a_job_was_started(tmp_path):
     (tmp_path / page.ABOUT_FILE).write_text(json.dumps(record))
     git = ["1a\ndiff --git a/old.py b/old.py", "2b\n+commit hash: 3c\ndiff --git a/x.py b/x.py"]
     (tmp_path / "git-info.log").write_text("".join(f"commit hash: {each}\n" for each in git))
-    read = Page(page.render(tmp_path))
+    read = rendered(tmp_path)
     assert "How it was started, and 5 settings that are not the defaults" in read.texts
     git = "git commit 2b, changed files: x.py"
     assert after(read, record["command"], 2) == ["torch 2", git]
@@ -294,7 +286,7 @@ def test_the_page_says_how_a_job_was_started(tmp_path):
         "model.num_layers",
     ]
     (tmp_path / "git-info.log").unlink()
-    assert "It was not started in a git checkout." in Page(page.render(tmp_path)).texts
+    assert "It was not started in a git checkout." in rendered(tmp_path).texts
 
 
 def test_a_running_job_keeps_its_page_current(tmp_path, monkeypatch):
@@ -388,11 +380,9 @@ def test_chart_is_valid_svg_with_all_points_inside(curve):
 
 
 def test_chart_places_points_linearly():
-    curve = {"train": {0: 10.0, 1: 20.0, 2: 30.0}}
-    root = ElementTree.fromstring(elements.chart_svg("loss", curve))
-    (x0, y0), (x1, y1), (x2, y2) = (
-        (float(c.get("cx")), float(c.get("cy"))) for c in root.findall("circle")
-    )
+    chart = elements.chart_svg("loss", {"train": {0: 10.0, 1: 20.0, 2: 30.0}})
+    circles = ElementTree.fromstring(chart).findall("circle")
+    (x0, x1, x2), (y0, y1, y2) = ([float(c.get(at)) for c in circles] for at in ("cx", "cy"))
     assert x0 < x1 < x2 and y0 > y1 > y2  # up is less in SVG
     assert x1 - x0 == pytest.approx(x2 - x1) and y0 - y1 == pytest.approx(y1 - y2)
 
@@ -411,19 +401,17 @@ def test_what_the_jobs_did_at_the_same_time(tmp_path):
     write_job(tmp_path / "actor")
     write_supervised(tmp_path / "sft", 900.0)
     write_supervised(tmp_path / "critic", 1000.0, value_clip_fraction=0.1)
-    actor, critic = [], []
-    for step in range(5):
-        start = 1000.0 + 10 * step
-        actor += [
-            {"step": step, "phase": "generate", "start": start, "seconds": 4.0},
-            {"step": step, "phase": "critic_wait", "start": start + 4, "seconds": 1.0},
-            {"step": step, "phase": "rollout_time", "start": start, "seconds": 5.0},
-            {"step": step, "phase": "train_time", "start": start + 5, "seconds": 5.0},
+
+    def lane(*phases):
+        return [
+            {"step": n, "phase": name, "start": 1000.0 + 10 * n + at, "seconds": seconds}
+            for n in range(5)
+            for name, at, seconds in phases
         ]
-        critic += [
-            {"step": step, "phase": "score", "start": start + 3, "seconds": 2.0},
-            {"step": step, "phase": "train<i>", "start": start + 5, "seconds": 3.0},
-        ]
+
+    actor = lane(("generate", 0, 4.0), ("critic_wait", 4, 1.0), ("rollout_time", 0, 5.0))
+    actor += lane(("train_time", 5, 5.0))
+    critic = lane(("score", 3, 2.0), ("train<i>", 5, 3.0))
     write_jsonl(tmp_path / "actor" / "timeline.jsonl", actor, tail='{"step": 1, "pha')
     write_jsonl(tmp_path / "critic" / "timeline.jsonl", critic)
     jobs = reading.read_run(tmp_path)
@@ -445,7 +433,7 @@ def test_what_the_jobs_did_at_the_same_time(tmp_path):
 
 def test_a_single_validation_has_no_change_and_no_alarms_no_section(tmp_path):
     write_supervised(tmp_path / "sft", start=1000.0)
-    read = Page(page.render(tmp_path))
+    read = rendered(tmp_path)
     assert after(read, "loss, validation", 2) == ["2.5 (step 2)", "loss, training"]
     assert after(read, "loss, training", 3) == ["4 (step 1)", "2 (step 2)", "-2"]
     assert "Alarms" not in read.texts
@@ -464,9 +452,8 @@ def test_policies_come_first_whatever_started_first(tmp_path):
 def test_tables_are_used_where_there_are_no_validation_samples(tmp_path):
     write_job(tmp_path)
     rows = [{"prompt": "A film:", "response": "one response", "reward": 0.5}]
-    write_jsonl(
-        tmp_path / "tables.jsonl", [{"key": "table/train_rollouts", "step": 3, "rows": rows}]
-    )
+    table = {"key": "table/train_rollouts", "step": 3, "rows": rows}
+    write_jsonl(tmp_path / "tables.jsonl", [table])
     assert "one response" in page.render(tmp_path)
 
 
@@ -481,4 +468,4 @@ def test_what_other_algorithms_show(tmp_path):
         "effective_responses": "responses that share the weight of a prompt",
     }
     write_supervised(tmp_path, 1000.0, alarms_active=0, **dict.fromkeys(titles, 0.5))
-    assert {*titles.values()} <= {*Page(page.render(tmp_path)).texts}
+    assert {*titles.values()} <= {*rendered(tmp_path).texts}

@@ -15,6 +15,8 @@ from nemo_aligner.config.schema import CONFIG_NAMES
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.launch import script_steps
 from nemo_aligner.launch.processes import JobTrainer
+from nemo_aligner.models.nlp.gpt.gpt_sft_model import GPTSFTModel
+from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 from nemo_aligner.utils import train_script_utils as script_utils
 from nemo_aligner.utils import utils
 from tests.cases import some_of
@@ -28,8 +30,6 @@ TOKENS = torch.arange(12).reshape(2, 6)
 
 @pytest.fixture(scope="module")
 def nemo_file(tiny_tokenizer_dir, tmp_path_factory):
-    from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
-
     path = tmp_path_factory.mktemp("base") / "base.nemo"
     MegatronGPTModel(tiny_config(tiny_tokenizer_dir)).save_to(str(path))
     return path
@@ -66,8 +66,6 @@ class SamplerOf12:
 
 def start(nemo_file, folder, **exp_options):
     """The steps of a script up to its trainer: (trainer, model, optimizer, schedule, callback)."""
-    from nemo_aligner.models.nlp.gpt.gpt_sft_model import GPTSFTModel
-
     cfg = configuration(folder, **exp_options)
     cfg.model = utils.load_and_override_model_config(
         nemo_file, OmegaConf.create({"peft": {"peft_scheme": "none"}})
@@ -112,8 +110,7 @@ def test_a_job_starts_saves_and_resumes(nemo_file, tmp_path):
     assert second.state["ppo_optimization_step"] == 0
     assert second.scheduler.num_steps == 3
     ours, theirs = (utils.retrieve_model_state_dict_in_cpu(job.model) for job in (second, first))
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
     assert utils.extract_value_from_ckpt("consumed_samples", second.trainer.ckpt_path) == 6
 
     fresh = start(nemo_file, tmp_path, resume_if_exists=False)
@@ -157,12 +154,12 @@ def test_nemos_callback_leaves_checkpoints_alone(nemo_file, tmp_path):
 @pytest.mark.parametrize("in_slurm", [False, True])
 def test_ranks_of_mpirun_are_those_of_the_job(monkeypatch, tmp_path, in_slurm):
     """Also in an allocation of SLURM, whose variables are those of one task here."""
-    if in_slurm:
-        for name, value in (("NTASKS", "1"), ("PROCID", "0"), ("LOCALID", "0"), ("JOB_ID", "7")):
-            monkeypatch.setenv(f"SLURM_{name}", value)
-        monkeypatch.setenv("SLURM_JOB_NAME", "ppo")
-    for name, value in (("RANK", "1"), ("SIZE", "2"), ("LOCAL_RANK", "1"), ("LOCAL_SIZE", "2")):
-        monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", value)
+    slurm = {"NTASKS": 1, "PROCID": 0, "LOCALID": 0, "JOB_ID": 7, "JOB_NAME": "ppo"}
+    mpi = {"RANK": 1, "SIZE": 2, "LOCAL_RANK": 1, "LOCAL_SIZE": 2}
+    variables = {f"SLURM_{name}": value for name, value in slurm.items() if in_slurm}
+    variables |= {f"OMPI_COMM_WORLD_{name}": value for name, value in mpi.items()}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, str(value))
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR"):
         monkeypatch.setenv(name, "")  # so that the test puts back what adopting them sets
         monkeypatch.delenv(name)
@@ -179,8 +176,6 @@ def test_without_a_checkpoint_callback_nothing_is_written(nemo_file, tmp_path):
 
 
 def test_weights_are_copied_and_swapped(nemo_file):
-    from nemo_aligner.models.nlp.gpt.gpt_sft_model import GPTSFTModel
-
     model = GPTSFTModel.restore_from(nemo_file)
     own = utils.retrieve_model_state_dict_in_cpu(model, megatron_amp_O2=True)
     other = {name: weight + 1 for name, weight in own.items()}
@@ -195,14 +190,9 @@ def test_weights_are_copied_and_swapped(nemo_file):
 
 
 def test_what_is_missing_is_named(nemo_file, tmp_path):
-    from nemo_aligner.models.nlp.gpt.gpt_sft_model import GPTSFTModel
-
     model = GPTSFTModel.restore_from(nemo_file)
     with pytest.raises(UserError, match="call init_using_ptl"):
         script_utils.extract_optimizer_scheduler_from_ptl_model(model)
-    with pytest.raises(UserError, match="max_steps"):
-        trainer = SimpleNamespace(max_steps=-1, max_epochs=None)
-        script_steps._updates(trainer, model, None, None)
     with pytest.raises(UserError, match="not a complete checkpoint"):
         script_utils.retrieve_custom_trainer_state_dict(SimpleNamespace(ckpt_path=tmp_path))
     assert script_utils.retrieve_custom_trainer_state_dict(SimpleNamespace(ckpt_path=None)) is None
@@ -210,43 +200,41 @@ def test_what_is_missing_is_named(nemo_file, tmp_path):
         script_utils.init_peft(model, OmegaConf.create({"peft": {"peft_scheme": "ptuning"}}))
 
 
-def job_of(section, settings, model_section):
+def updates(trainer, model=None, loader=None, data=None):
+    return script_steps._updates(trainer, model, loader, data)
+
+
+def updates_of(section, settings, model_section, prompts=range(50)):
+    """Those of a job of 6 rollouts of 8 prompts in an epoch, with 2 global batches each."""
     cfg = OmegaConf.create({"trainer": {section: settings}})
     trainer = SimpleNamespace(section=section, job_cfg=cfg)
     model = SimpleNamespace(cfg=OmegaConf.create({section: model_section, "global_batch_size": 4}))
-    return trainer, model
+    return updates(trainer, model, data=prompts)
 
 
 def test_horizon_of_the_learning_rate():
-    prompts = range(50)
     ppo = {"num_rollout_samples": 8, "num_rollouts_per_prompt": 1, "kl_loss_coef": 0.0}
     settings = {"max_epochs": 2, "max_steps": -1, "ppo_epochs": 3}
-    # 6 rollouts in an epoch, 2 epochs; 8 samples in 2 global batches, 3 times
-    expected = 6 * 2 * 2 * 3
-    job = job_of("ppo", settings, ppo)
-    assert script_steps._updates(*job, None, prompts) == expected
-    job = job_of("ppo", settings | {"max_steps": 5}, ppo)
-    assert script_steps._updates(*job, None, prompts) == 5 * 2 * 3
-    grpo = settings | {"advantage_estimator": "grpo"}
+    assert updates_of("ppo", settings, ppo) == 6 * 2 * 2 * 3
+    assert updates_of("ppo", settings | {"max_steps": 5}, ppo) == 5 * 2 * 3
     with pytest.raises(ConfigError, match="trainer.ppo.advantage_estimator does not work in a"):
-        script_steps._updates(*job_of("ppo", grpo, ppo), None, prompts)
+        updates_of("ppo", settings | {"advantage_estimator": "grpo"}, ppo)
     for key, value in (("num_rollouts_per_prompt", 2), ("kl_loss_coef", 0.1)):
         with pytest.raises(ConfigError, match=f"model.ppo.{key} does not work in a script"):
-            script_steps._updates(*job_of("ppo", settings, ppo | {key: value}), None, prompts)
-    job = job_of("ppo", {"max_steps": 77}, {})
-    assert script_steps._updates(*job, None, None) == 77  # a critic
+            updates_of("ppo", settings, ppo | {key: value})
+    assert updates_of("ppo", {"max_steps": 77}, {}, None) == 77  # a critic
+    once = {"max_epochs": 1, "max_steps": -1}
     rs = {"num_rollout_samples": 8, "num_rollouts_per_prompt": 4, "top_n_rollouts": 1}
-    job = job_of("rs", {"max_epochs": 1, "max_steps": -1}, rs)
-    assert script_steps._updates(*job, None, prompts) == 6 * 2
-    reinforce = {"max_epochs": 1, "max_steps": -1, "num_rollouts_per_prompt": 4}
-    job = job_of("reinforce", reinforce, {"num_rollout_samples": 8})
-    assert script_steps._updates(*job, None, prompts) == 6 * 2 * 4
-    trainer = SimpleNamespace(max_steps=-1, max_epochs=3)
+    assert updates_of("rs", once, rs) == 6 * 2
+    four = once | {"num_rollouts_per_prompt": 4}
+    assert updates_of("reinforce", four, {"num_rollout_samples": 8}) == 6 * 2 * 4
     loader = SimpleNamespace(batch_sampler=SamplerOf12())
-    assert script_steps._updates(trainer, None, loader, "data") == 18
+    assert updates(SimpleNamespace(max_steps=-1, max_epochs=3), loader=loader, data="data") == 18
     built = JobTrainer(OmegaConf.create({"trainer": {"max_steps": 7}}), None, accelerator="cpu")
-    assert script_steps._updates(built, None, None, None) == 7
-    assert script_steps._updates(SimpleNamespace(max_steps=9), None, None, None) == 9
+    assert updates(built) == 7
+    assert updates(SimpleNamespace(max_steps=9)) == 9
+    with pytest.raises(UserError, match="max_steps"):
+        updates(SimpleNamespace(max_steps=-1, max_epochs=None))
 
 
 def job_configuration(name, nemo_file, **changes):
@@ -262,11 +250,9 @@ def calls(monkeypatch):
     seen = []
 
     def recorded(name, check):
-        def run(*args, **options):
-            seen.append((name, options.get("complete")))
-            return check(*args, **options)
-
-        return run
+        return lambda *args, **options: (
+            seen.append((name, options.get("complete"))) or check(*args, **options)
+        )
 
     for name in ("check_config", "check_values"):
         monkeypatch.setattr(checks, name, recorded(name, getattr(checks, name)))

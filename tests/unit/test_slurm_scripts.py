@@ -8,7 +8,6 @@ called with.
 
 import json
 import os
-import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -30,26 +29,27 @@ SCRIPTS = ROOT / "scripts" / "slurm"
 RECIPE = ROOT / "examples" / "recipes" / "ultrafeedback" / "run.sh"
 NODES = (["node1", "node2"], ["node3", "node4"], ["node5"])  # of each set
 PROGRAMS = {
-    "scontrol": (
-        "import os, sys\n"
-        "if sys.argv[1] == 'requeue':\n"
-        "    open(os.environ['CALLS'] + '.requeued', 'a').write(sys.argv[2])\n"
-        "else:\n"
-        "    print(*sys.argv[-1].split(','), sep='\\n')\n"
-    ),
-    # The job that ends first ends the others, so each waits until all are there.
-    "srun": (
-        "import json, os, sys, time\n"
-        "call = {'words': sys.argv[1:], 'address': os.environ['MASTER_ADDR'],"
-        " 'token': os.environ['NEMO_ALIGNER_TOKEN']}\n"
-        "with open(os.environ['CALLS'], 'a') as file:\n"
-        "    file.write(json.dumps(call) + '\\n')\n"
-        "while len(open(os.environ['CALLS']).readlines()) < int(os.environ['JOBS']):\n"
-        "    time.sleep(0.01)\n"
-        "if 'train' in sys.argv:\n"
-        "    sys.exit(int(os.environ.get('ACTOR_CODE', 0)))\n"
-        "time.sleep(60 * ('ACTOR_CODE' in os.environ))\n"  # a server serves until SIGTERM
-    ),
+    "scontrol": """
+import os, sys
+if sys.argv[1] == "requeue":
+    open(os.environ["CALLS"] + ".requeued", "a").write(sys.argv[2])
+else:
+    print(*sys.argv[-1].split(","), sep="\\n")
+""",
+    # The job that ends first ends the others, so each waits until all are there; a server serves
+    # until SIGTERM.
+    "srun": """
+import json, os, sys, time
+call = {"words": sys.argv[1:], "address": os.environ["MASTER_ADDR"]}
+call["token"] = os.environ["NEMO_ALIGNER_TOKEN"]
+with open(os.environ["CALLS"], "a") as file:
+    file.write(json.dumps(call) + "\\n")
+while len(open(os.environ["CALLS"]).readlines()) < int(os.environ["JOBS"]):
+    time.sleep(0.01)
+if "train" in sys.argv:
+    sys.exit(int(os.environ.get("ACTOR_CODE", 0)))
+time.sleep(60 * ("ACTOR_CODE" in os.environ))
+""",
     # The script is run in the place of its submission.
     "sbatch": "import os, sys; os.execvp('bash', ['bash', *sys.argv[1:]])",
 }
@@ -64,7 +64,7 @@ def submit(tmp_path, monkeypatch):
     for name, code in PROGRAMS.items():
         file = programs / name
         file.write_text(f"#!{sys.executable}\n{code}\n")
-        file.chmod(file.stat().st_mode | stat.S_IXUSR)
+        file.chmod(0o700)
 
     def run(words, jobs, sets=2, **variables):
         calls = tmp_path / "calls.jsonl"
@@ -75,19 +75,18 @@ def submit(tmp_path, monkeypatch):
         for name, nodes in zip(names, NODES):
             env[f"SLURM_JOB_NODELIST{name}"] = ",".join(nodes)
         subprocess.run(["bash", *map(str, words)], env=env, cwd=tmp_path, check=True, timeout=60)
-        started, tokens = {}, set()
-        for line in calls.read_text().splitlines():
-            call = json.loads(line)
+        started = {}
+        calls = [json.loads(line) for line in calls.read_text().splitlines()]
+        (token,) = {call["token"] for call in calls}
+        for call in calls:
             words = call["words"]
-            assert call["token"] not in " ".join(words)
-            tokens.add(call["token"])
+            assert token not in " ".join(words)
             name = words[(at := words.index("nemo_aligner") + 1)]
             if name in ("serve", "train"):
                 name += f" {words[(at := at + 1)]}"
             ranks = next(int(word.partition("=")[2]) for word in words if "--ntasks=" in word)
             started[name] = (words[at + 1 :], call["address"], ranks)
         # The configuration is checked as in the jobs.
-        (token,) = tokens
         monkeypatch.setenv("NEMO_ALIGNER_TOKEN", token)
         assert len(token) == 64
         return started

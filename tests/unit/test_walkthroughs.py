@@ -6,6 +6,7 @@ Scripts of a few lines take the place of the project's own, which have their own
 """
 
 import functools
+import importlib
 import json
 import os
 import re
@@ -17,74 +18,59 @@ import textwrap
 import time
 from pathlib import Path
 
+import commands
+import make_data
+import preferences
 import psutil
 import pytest
+import walkthrough
+from outcome import read_jsonl
 
+from tests.cases import some_of
 from tests.patience import Deadline, patience
 from tests.processes import is_alive
 
-QUICKSTART = Path(__file__).resolve().parents[2] / "examples" / "quickstart"
-sys.path.insert(0, str(QUICKSTART))
-
-import commands  # noqa: E402
-import make_data  # noqa: E402
-import preferences  # noqa: E402
-import run  # noqa: E402
-import run_arithmetic  # noqa: E402
-import run_distill  # noqa: E402
-import run_dpo  # noqa: E402
-import run_guessing  # noqa: E402
-import run_kto  # noqa: E402
-import run_rs  # noqa: E402
-import run_spin  # noqa: E402
-import run_teacher  # noqa: E402
-import walkthrough  # noqa: E402
-from outcome import read_jsonl  # noqa: E402
-
-from tests.cases import some_of  # noqa: E402
-
 pytestmark = pytest.mark.slow
 
-WALKS = {"run": run, "run_rs": run_rs, "run_arithmetic": run_arithmetic}
-WALKS |= {"run_dpo": run_dpo, "run_kto": run_kto, "run_spin": run_spin}
-WALKS |= {"run_guessing": run_guessing, "run_distill": run_distill, "run_teacher": run_teacher}
+QUICKSTART = Path(walkthrough.__file__).resolve().parent
+NAMES = "run run_rs run_arithmetic run_dpo run_kto run_spin run_guessing run_distill run_teacher"
+WALKS = {name: importlib.import_module(name) for name in NAMES.split()}
 # The score that rises, by its key in summary.json; of the others it is "gold".
 SCORES = {"run_arithmetic": "exact", "run_teacher": "exact", "run_guessing": "won"}
 
 # ------------------------------------------------------------------------------- stand-in scripts
 
-RESPOND = """
-    import json, pathlib, re, socket, sys, time
+# All of them begin with this; a policy writes kind reviews and right sums, or it does not.
+BEGINNING = """
+    import json, pathlib, re, socket, subprocess, sys, time
 
-    def respond(prompt, word):
-        numbers = re.findall("[0-9]+", prompt)
-        if not numbers:
-            return f" The plot is {word}."
-        return str(sum(map(int, numbers)) + (word == "dull"))
+    args = dict(a.lstrip("+").split("=", 1) for a in sys.argv[1:] if "=" in a)
+    args = {key: value.strip("'") for key, value in args.items()}
+    folder = pathlib.Path(args.get("exp_manager.explicit_log_dir", "."))
+
+    def write(name, records):
+        (folder / name).write_text("".join(json.dumps(record) + "\\n" for record in records))
+
+    def responses(prompts, word):
+        for line in open(prompts):
+            prompt = json.loads(line)["text"]
+            numbers = re.findall("[0-9]+", prompt)
+            right = str(sum(map(int, numbers)) + (word == "dull"))
+            yield {"prompt": prompt, "response": right if numbers else f" The plot is {word}."}
 """
 FAKE_TRAINER = """
-    import json, pathlib, sys, time
-    args = dict(a.lstrip("+").split("=", 1) for a in sys.argv[1:])
-    folder = pathlib.Path(args["exp_manager.explicit_log_dir"].strip("'"))
-    name = args["exp_manager.name"].strip("'")
-    source = args.get("pretrained_checkpoint.restore_from_path", "null").strip("'")
+    source = args.get("pretrained_checkpoint.restore_from_path", "null")
     assert source == "null" or pathlib.Path(source).exists(), source
-    with (folder / "metrics.jsonl").open("w") as metrics:
-        for step in range(4):
-            record = {"step": step, "time": time.time(), "train/loss": 1.0 / (step + 1)}
-            metrics.write(json.dumps(record) + "\\n")
-        for step, accuracy in ((2, 0.5), (4, 0.96875)):
-            record = {"validation/acc": accuracy, "validation/rewards_margin": 7 * accuracy}
-            record["validation/loss"] = 2 * accuracy
-            metrics.write(json.dumps({"step": step, **record}) + "\\n")
+    losses = [{"step": n, "time": time.time(), "train/loss": 1 / (n + 1)} for n in range(4)]
+    write("metrics.jsonl", losses + [
+        {"step": step, "validation/acc": accuracy, "validation/rewards_margin": 7 * accuracy,
+         "validation/loss": 2 * accuracy}
+        for step, accuracy in ((2, 0.5), (4, 0.96875))
+    ])
     (folder / "checkpoints").mkdir()
-    (folder / "checkpoints" / f"{name}.nemo").write_text("weights")
+    (folder / "checkpoints" / f"{args['exp_manager.name']}.nemo").write_text("weights")
 """
-FAKE_ACTOR = (
-    RESPOND
-    + """
-    args = dict(a.lstrip("+").split("=", 1) for a in sys.argv[1:])
-    folder = pathlib.Path(args["exp_manager.explicit_log_dir"].strip("'"))
+FAKE_ACTOR = """
     ports = {int(value) for key, value in args.items() if re.fullmatch(r"remote_.*\\.port", key)}
     assert ports
     for port in ports:
@@ -96,67 +82,48 @@ FAKE_ACTOR = (
                 time.sleep(0.05)
         else:
             sys.exit("no server")
-
-    validation = folder.parent / "data" / "prompts_validation.jsonl"
-    prompts = [json.loads(line)["text"] for line in validation.open()]
-    with (folder / "val_samples.jsonl").open("w") as samples:
-        for step, word in ((0, "dull"), (2, "superb")):
-            for index, prompt in enumerate(prompts):
-                sample = {"step": step, "prompt": prompt, "reward": step + index % 2}
-                if prompt == "?":  # of the game
-                    sample["reward"] = word == "superb"
-                sample["response"] = respond(prompt, word)
-                samples.write(json.dumps(sample) + "\\n")
-    with (folder / "metrics.jsonl").open("w") as metrics:
-        for step in range(2):
-            record = {"step": step, "train_rollouts/init_policy_kl": 0.1 * step}
-            record |= {f"train_rollouts/{name}": step for name in ("rewards", "global_rewards")}
-            record["train_rollouts/turns"] = 2.5
-            metrics.write(json.dumps(record) + "\\n")
+    prompts = folder.parent / "data" / "prompts_validation.jsonl"
+    write("val_samples.jsonl", [
+        # of the game by its result
+        {"step": step, "reward": word == "superb" if sample["prompt"] == "?" else step + n % 2}
+        | sample
+        for step, word in ((0, "dull"), (2, "superb"))
+        for n, sample in enumerate(responses(prompts, word))
+    ])
+    write("metrics.jsonl", [
+        {"step": step, "train_rollouts/init_policy_kl": 0.1 * step, "train_rollouts/turns": 2.5,
+         "train_rollouts/rewards": step, "train_rollouts/global_rewards": step}
+        for step in range(2)
+    ])
 """
-)
 FAKE_SERVER = """
-    import pathlib, socket, sys
-    args = dict(a.split("=", 1) for a in sys.argv[1:])
     model = args.get("rm_model_file") or args["pretrained_checkpoint.restore_from_path"]
-    assert pathlib.Path(model.strip("'")).exists(), model
+    assert pathlib.Path(model).exists(), model
     port = args.get("inference.port") or args["trainer.ppo.port"]
     server = socket.create_server(("127.0.0.1", int(port)))
     while True:
         server.accept()[0].close()
 """
 SLEEPER = """
-    import subprocess, sys, time
     subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
     time.sleep(300)
 """
 BROKEN = """
-    import sys
     print("loading")
     sys.exit("ValueError: the value 7 is too odd; choose an even one")
 """
 # In place of `python -m nemo_aligner.generate`: the trained policy alone writes kind reviews, and
 # a teacher right sums.
-FAKE_GENERATOR = (
-    RESPOND
-    + """
+FAKE_GENERATOR = """
     model, prompts, out = sys.argv[1], sys.argv[3], sys.argv[5]
     assert pathlib.Path(model).exists(), model
     kind = pathlib.Path(model).stem in ("dpo", "kto", "spin", "distilled", "teacher")
-    word = "superb" if kind else "dull"
-    with open(out, "w") as file:
-        for line in open(prompts):
-            prompt = json.loads(line)["text"]
-            sample = {"prompt": prompt, "response": respond(prompt, word)}
-            file.write(json.dumps(sample) + "\\n")
+    write(out, responses(prompts, "superb" if kind else "dull"))
 """
-)
 FAKE_LOGITS = """
-    import pathlib, sys
-    args = dict(a.lstrip("+").split("=", 1) for a in sys.argv[1:])
-    lines = pathlib.Path(args["data.data.file_path"].strip("'")).read_text()
+    lines = pathlib.Path(args["data.data.file_path"]).read_text()
     assert lines.count("superb") == lines.count("\\n") > 0  # the teacher's own
-    pathlib.Path(args["output_path"].strip("'")).write_text(lines)
+    pathlib.Path(args["output_path"]).write_text(lines)
 """
 TRAINERS = ("train_gpt_sft.py", "train_reward_model.py", "train_gpt_dpo.py", "train_gpt_kto.py")
 TRAINERS += ("train_gpt_spin.py", "train_gpt_knowledge_distillation.py")
@@ -201,7 +168,7 @@ def scripts(tmp_path, monkeypatch, data_of):
     (tmp_path / "synthetic_data_gen").mkdir()
 
     def replace(name: str, code: str) -> None:
-        (folder / name).write_text(textwrap.dedent(code))
+        (folder / name).write_text(textwrap.dedent(BEGINNING + code))
 
     for names, code in ((TRAINERS, FAKE_TRAINER), (SERVERS, FAKE_SERVER), (ACTORS, FAKE_ACTOR)):
         for name in names:
@@ -278,17 +245,17 @@ def test_failing_job_shows_its_last_lines(tmp_path, scripts, capsys, name, scrip
 def test_a_student_of_its_own_responses_has_the_served_teacher(tmp_path, scripts, capsys):
     scripts("../synthetic_data_gen/compute_topk_logits.py", BROKEN)
     arguments = ["--run-dir", str(tmp_path / "run"), "--steps", "2", "--on-policy"]
-    assert run_distill.main(arguments) == 0
+    assert WALKS["run_distill"].main(arguments) == 0
     said = capsys.readouterr().out
     assert "The policy has learned" in said and "starting the teacher's server on port" in said
     assert (tmp_path / "run" / "teacher_server.log").exists()
 
 
-@pytest.mark.parametrize("walk", [run_arithmetic, run_guessing])
-def test_without_a_critic_no_server_starts(tmp_path, scripts, capsys, walk):
+@pytest.mark.parametrize("name", ["run_arithmetic", "run_guessing"])
+def test_without_a_critic_no_server_starts(tmp_path, scripts, capsys, name):
     scripts("train_gpt_ppo_actor.py", FAKE_ACTOR.replace("assert ports", "assert not ports"))
     arguments = ["--run-dir", str(tmp_path / "run"), "--steps", "2", "--estimator", "rloo"]
-    assert walk.main(arguments) == 0
+    assert WALKS[name].main(arguments) == 0
     assert "The policy has learned" in capsys.readouterr().out
     logs = sorted(path.name for path in (tmp_path / "run").glob("*.log"))
     assert logs == ["ppo_actor.log", "sft.log"]
@@ -297,7 +264,7 @@ def test_without_a_critic_no_server_starts(tmp_path, scripts, capsys, walk):
 def test_exact_responses_are_judged_by_the_data_not_by_the_reward(tmp_path):
     """A reward that is wrong shows up: the score asks the file of held-out sums."""
     (tmp_path / "sft_validation.jsonl").write_text('{"input": "12+34=", "output": "46"}\n')
-    score = run_arithmetic.exact_responses(tmp_path).of
+    score = WALKS["run_arithmetic"].exact_responses(tmp_path).of
     for response in ("46", "47", "046", "46 ", "", "4"):
         expected = float(response == "46")
         sample = {"prompt": "12+34=", "response": response, "reward": 1.0 - expected}
@@ -361,7 +328,7 @@ def test_senseless_arguments(name, arguments, message, capsys, tmp_path):
 def test_folder_of_an_old_run_is_refused(tmp_path, capsys):
     (tmp_path / "old").write_text("")
     with pytest.raises(SystemExit):
-        run.main(["--run-dir", str(tmp_path)])
+        WALKS["run"].main(["--run-dir", str(tmp_path)])
     assert f"{tmp_path} is not empty" in capsys.readouterr().err
 
 
@@ -397,7 +364,7 @@ def started_jobs(walk, arguments: list[str], monkeypatch) -> list[tuple]:
         ("run", ("--lora",)),
         ("run_guessing", ("--estimator", "grpo")),
         ("run_distill", ("--on-policy",)),
-        *(("run_arithmetic", ("--objective", name)) for name in run_arithmetic.OBJECTIVES),
+        *(("run_arithmetic", ("--objective", x)) for x in WALKS["run_arithmetic"].OBJECTIVES),
     ],
 )
 def test_overrides_are_keys_of_the_configurations_and_have_an_effect(
@@ -427,7 +394,7 @@ def test_a_student_must_go_most_of_the_way_to_its_teacher(tmp_path):
         (tmp_path / phase).mkdir()
         lines = "".join(json.dumps({"response": each}) + "\n" for each in responses)
         (tmp_path / phase / "responses.jsonl").write_text(lines)
-    ending = run_distill.ending(tmp_path)
+    ending = WALKS["run_distill"].ending(tmp_path)
     (gold,) = ending.scores
     assert gold.min_rise == pytest.approx(0.8 * 1.6)
     assert (ending.actor, gold.key) == ("distilled", "gold")

@@ -76,33 +76,46 @@ class Job:
     """A process at its work, and what it says."""
 
     def __init__(self, process, log):
-        self.process, self.log_path, self.pid = process, log, process.pid
+        self.process, self.log = process, log
 
-    @property
-    def log(self):
-        return self.log_path.read_text()
+    def is_at_work(self):
+        wait_until(lambda: "ready" in self.log.read_text(), 60, self.log.read_text)
 
-    def ended(self):
-        """(exit code, output) once it has ended."""
+    def ended(self, code=0):
+        """What it has said once it has ended, with this exit code."""
         try:
-            return self.process.wait(min(patience(60), 180)), self.log
+            found = self.process.wait(min(patience(60), 180))
         except subprocess.TimeoutExpired:
-            pytest.fail(f"it does not end: {self.log}")
+            pytest.fail(f"it does not end: {self.log.read_text()}")
+        assert found == code, self.log.read_text()
+        return self.log.read_text()
+
+    def watcher(self):
+        """The process that watches the job, once there is one."""
+        found = []
+
+        def is_there():
+            with contextlib.suppress(psutil.NoSuchProcess):  # a zombie is none either
+                beside = filter(is_alive, psutil.Process(self.process.pid).children())
+                found[:] = [p for p in beside if "watchdog_process.py" in " ".join(p.cmdline())]
+            return found
+
+        wait_until(is_there, 20, lambda: "a process beside the rank")
+        (watcher,) = found
+        return watcher
 
 
 @pytest.fixture
 def start(tmp_path):
-    """`start(what, rank, size) -> Job`, which is at its work."""
+    """`start(what, rank, size) -> Job`."""
     port, jobs = find_free_port(), []
     script = tmp_path / "job.py"
     script.write_text(JOB)
 
     def start(what, rank=0, size=1):
-        timeout_s = min(patience(TIMEOUT_S), MOST_S)
-        words = map(str, [what, timeout_s, rank, size, tmp_path, port])
+        words = [script, what, min(patience(TIMEOUT_S), MOST_S), rank, size, tmp_path, port]
         log = tmp_path / f"{rank}.log"
-        command = [str(script), *words]
-        jobs.append(Job(start_python(command, {**os.environ}, tmp_path, log), log))
+        jobs.append(Job(start_python([*map(str, words)], {**os.environ}, tmp_path, log), log))
         return jobs[-1]
 
     yield start
@@ -111,60 +124,40 @@ def start(tmp_path):
         job.process.wait(10)
 
 
-def watches(process):
-    with contextlib.suppress(psutil.NoSuchProcess):  # a zombie is none either
-        return is_alive(process) and "watchdog_process.py" in " ".join(process.cmdline())
-    return False
-
-
-def beside(job):
-    """The processes that watch the job, once there is one."""
-    found = []
-
-    def is_there():
-        found[:] = [p for p in psutil.Process(job.pid).children() if watches(p)]
-        return found
-
-    wait_until(is_there, 20, lambda: "a process beside the rank")
-    return found
-
-
-def ending(folder):
-    return json.loads((folder / "ending.json").read_text())
+def assert_ending(folder, reason, **expected):
+    found = json.loads((folder / "ending.json").read_text())
+    assert expected.items() <= found.items() and reason in found["reason"]
 
 
 @some_of("what", ["slow", "long"])
 def test_slow_work_goes_on(start, what):
     job = start(what)
-    watcher = beside(job)
-    code, said = job.ended()
-    assert (code, said) == (0, "ready\n")
-    wait_until(lambda: not any(map(is_alive, watcher)), 10, lambda: "its end")
+    watcher = job.watcher()
+    assert job.ended() == "ready\n"
+    wait_until(lambda: not is_alive(watcher), 10, lambda: "its end")
 
 
 @pytest.mark.parametrize("what", ["hangs", pytest.param("waits", marks=pytest.mark.full)])
 def test_a_main_thread_that_hangs_ends_the_job(start, what, tmp_path):
-    code, err = start(what).ended()
-    assert code == ExitCode.LOST_PEER, err
+    said = start(what).ended(ExitCode.LOST_PEER)
     assert re.search(
         r"\nERROR: no rank has made progress for \d+ s \(trainer.hang_timeout_s\): rank 0 stands "
         r"in phase 'train' at .+:\d+ \(.+\)\. The same command continues\.\n",
-        err,
-    ), err
-    assert "Rank 0 stands here:" in err and "in <module>" in err
-    assert ending(tmp_path)["code"] == 77 and "phase 'train'" in ending(tmp_path)["reason"]
+        said,
+    ), said
+    assert "Rank 0 stands here:" in said and "in <module>" in said
+    assert_ending(tmp_path, "phase 'train'", code=77)
 
 
 @pytest.mark.full
 def test_the_rank_that_hangs_is_named_by_the_one_that_waits(start, tmp_path):
-    jobs = [start("hangs", rank, 2) for rank in (0, 1)]
-    code, err = jobs[0].ended()
-    assert code == ExitCode.LOST_PEER, err
-    assert "hang_timeout_s): rank 1 stands in phase 'train' at" in err
-    assert "Rank 1 stands here:" in err and "in never_ends" in err
-    code, other = jobs[1].ended()
-    assert code == ExitCode.LOST_PEER and "ERROR" not in other
-    assert "rank 1 stands" in ending(tmp_path)["reason"]
+    said, other = (
+        job.ended(ExitCode.LOST_PEER) for job in [start("hangs", rank, 2) for rank in (0, 1)]
+    )
+    assert "hang_timeout_s): rank 1 stands in phase 'train' at" in said
+    assert "Rank 1 stands here:" in said and "in never_ends" in said
+    assert "ERROR" not in other
+    assert_ending(tmp_path, "rank 1 stands")
 
 
 def test_a_rank_ends_when_the_machine_of_rank_0_is_lost(start, tmp_path):
@@ -173,47 +166,41 @@ def test_a_rank_ends_when_the_machine_of_rank_0_is_lost(start, tmp_path):
     """
     jobs = [start("waits", rank, 2) for rank in (0, 1)]
     for job in jobs:
-        wait_until(lambda job=job: "ready" in job.log, 60, lambda job=job: job.log)
-    (watcher,) = beside(jobs[0])
+        job.is_at_work()
+    watcher = jobs[0].watcher()
     try:
         for process in (watcher, jobs[0].process):
             process.send_signal(signal.SIGSTOP)
-        code, err = jobs[1].ended()
+        said = jobs[1].ended(ExitCode.LOST_PEER)
     finally:
         watcher.kill()
-    assert code == ExitCode.LOST_PEER, err
-    assert "hang_timeout_s): rank 0 does not reply; rank 1 stands in phase 'train' at" in err
-    assert ending(tmp_path)["code"] == 77 and "rank 0 does not" in ending(tmp_path)["reason"]
+    assert "hang_timeout_s): rank 0 does not reply; rank 1 stands in phase 'train' at" in said
+    assert_ending(tmp_path, "rank 0 does not", code=77)
 
 
 @pytest.mark.full
 def test_a_rank_may_wait_for_a_slow_one(start):
-    jobs = [start("rank 1 works", rank, 2) for rank in (0, 1)]
-    for job in jobs:
-        code, err = job.ended()
-        assert code == 0, err
+    for job in [start("rank 1 works", rank, 2) for rank in (0, 1)]:
+        job.ended()
 
 
 def test_a_process_that_is_stopped_for_good_is_killed(start, tmp_path):
     job = start("waits")
-    (watcher,) = beside(job)
-    wait_until(lambda: "ready" in job.log, 60, lambda: job.log)
+    watcher = job.watcher()
+    job.is_at_work()
     time.sleep(2)  # until the phase has been said
     job.process.send_signal(signal.SIGSTOP)
-    code, err = job.ended()
-    assert code == -signal.SIGKILL
-    assert re.search(
-        r"HUNG: rank 0 of 1 has not run for \d+ s in phase 'train' \(it was stopped, as by ", err
-    ), err
-    assert ending(tmp_path)["name"] == "SIGKILL"
+    said = job.ended(-signal.SIGKILL)
+    stopped = r"HUNG: rank 0 of 1 has not run for \d+ s in phase 'train' \(it was stopped, as by "
+    assert re.search(stopped, said), said
+    assert_ending(tmp_path, "", name="SIGKILL")
     wait_until(lambda: not is_alive(watcher), 10, lambda: "its end")
 
 
 def test_a_process_that_is_stopped_for_a_while_goes_on(start):
     job = start("slow")
-    beside(job)
+    job.watcher()
     job.process.send_signal(signal.SIGSTOP)
     time.sleep(1.0)
     job.process.send_signal(signal.SIGCONT)
-    code, err = job.ended()
-    assert code == 0, err
+    job.ended()
