@@ -13,19 +13,23 @@ import torch.distributed as dist
 from omegaconf import OmegaConf
 
 from nemo_aligner.core.endings import JobStopped
-from nemo_aligner.data.nlp.samplers import MegatronPretrainingBatchSampler
+from nemo_aligner.data.nlp.samplers import (
+    DefaultBatchIterator,
+    MegatronPretrainingBatchSampler,
+    MegatronPretrainingSampler,
+)
 from nemo_aligner.models.alignable_interface import AlignableGenerativeInterface
 from nemo_aligner.parallel import parallel_state
-from tests.ppo_fakes import FakeTokenizer, SequentialSampler, batch_iterator
+from tests.ppo_fakes import NUM_PROMPTS, FakeTokenizer, sampler_of
 
-PROMPTS, NEW_TOKENS = 24, 3
+NEW_TOKENS = 3
 
 
 class Prompts(torch.utils.data.Dataset):
     """What NeMo-Aligner's data set gives: the prompt's number is not in it."""
 
     def __len__(self):
-        return PROMPTS
+        return NUM_PROMPTS
 
     def __getitem__(self, i):
         return {"text": torch.arange(2) + i + 1, "length": 2, "loss_multiplier": True}
@@ -116,46 +120,35 @@ class Schedule(torch.optim.lr_scheduler.LambdaLR):
         super().step()
 
 
-class Future:
-    def __init__(self, result):
-        self.result = result
+def future(result):
+    return types.SimpleNamespace(result=result)
 
 
-class RewardClient:
-    """A tensor [b, 1] of rewards, or an error on one rank."""
+class CriticClient:
+    """Of a reward model a tensor [b, 1] of rewards, or an error on one rank; and of a critic."""
 
     def __init__(self, fails_at=None):
-        self.left = fails_at
+        self.left, self.waited = fails_at, []
 
     def infer_rm(self, rollout_batch):
         if self.left is not None:
             self.left -= 1
         fails = self.left == 0 and dist.get_rank() == dist.get_world_size() - 1
         rewards = (rollout_batch["response_tokens"] % 5).float().mean(1, keepdim=True)
-        return Future(lambda: 1 / 0 if fails else rewards)
-
-
-class CriticClient(RewardClient):
-    def __init__(self, fails_at=None):
-        super().__init__(fails_at)
-        self.waited = []
+        return future(lambda: 1 / 0 if fails else rewards)
 
     def infer_rm_critic(self, rollout_batch):
         rewards = self.infer_rm(rollout_batch)
         values = rollout_batch["response_tokens"][:, :-1] / 50
-        return Future(lambda: (rewards.result().flatten(), values))
+        return future(lambda: (rewards.result().flatten(), values))
 
     def train(self, rollout_batch):
         if dist.get_rank() != 0:
             return None
-        return Future(lambda: self.waited.append("train") or {"loss_mean": torch.tensor([0.25])})
+        return future(lambda: self.waited.append("train") or {"loss_mean": torch.tensor([0.25])})
 
     def save(self):
-        def wait():
-            self.waited.append("save")
-            dist.barrier()
-
-        return Future(wait)
+        return future(lambda: self.waited.append("save") or dist.barrier())
 
 
 class Checkpoints:
@@ -197,7 +190,7 @@ class Clock:
 
 
 def loader(consumed_samples=0):
-    sampler = SequentialSampler(PROMPTS, consumed_samples, 2, 8)
+    sampler = sampler_of(MegatronPretrainingSampler, 8, 2, consumed_samples)
     return types.SimpleNamespace(batch_sampler=sampler, dataset=Prompts())
 
 
@@ -216,20 +209,17 @@ def run(section, steps=9, client=None, checkpoints=None):
     cfg = OmegaConf.create(cfg | {"max_epochs": 1, "max_steps": -1})
     first = cfg, model, optimizer, scheduler
     last = logger, checkpoints, Clock(steps)
-    rank, size = dist.get_rank(), dist.get_world_size()
     if section in ("ppo", "reinforce"):
         cls = {"ppo": ppo.PPOTrainer, "reinforce": reinforce.ReinforceTrainer}[section]
-        trainer = cls(*first, loader, loader, collate, client, batch_iterator, *last)
+        trainer = cls(*first, loader, loader, collate, client, DefaultBatchIterator, *last)
     elif section == "rs":
         samplers = [loader().batch_sampler for _ in range(2)]
         make = functools.partial(torch.utils.data.DataLoader, Prompts(), collate_fn=collate)
         loaders = [make(batch_sampler=sampler) for sampler in samplers]
         trainer = rs.RSTrainer(*first, *loaders, *last, 4, 1, client)
     else:
-        numbers = torch.utils.data.DataLoader(
-            torch.arange(12.0),
-            batch_sampler=MegatronPretrainingBatchSampler(12, 0, 2, rank, size, True, 4),
-        )
+        sampler = sampler_of(MegatronPretrainingBatchSampler, 4, 2, total=12)
+        numbers = torch.utils.data.DataLoader(torch.arange(12.0), batch_sampler=sampler)
         trainer = supervised.SupervisedTrainer(*first, numbers, numbers, numbers, *last)
     ending = "finished"
     try:

@@ -20,24 +20,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 FOLDER = Path(sys.prefix) / "oracles"
+ALIGNER = FOLDER / "nemo_aligner"  # 0.7.0
 LIBRARIES = ("verl", "openrlhf", "torchrl", "peft")
-ABSENT = (
-    "ray",
-    "vllm",
-    "codetiming",
-    "openrlhf.trainer.ray",
-)  # imported by them, not needed by what we call
-UNRUN = (
-    "openrlhf",
-    "openrlhf.models",
-    "openrlhf.trainer",
-    "openrlhf.utils",
-)  # packages whose __init__ wants a GPU
+# Imported by them, not needed by what we call.
+ABSENT = ("ray", "vllm", "codetiming", "openrlhf.trainer.ray")
+# Packages whose __init__ wants a GPU.
+UNRUN = ("openrlhf", "openrlhf.models", "openrlhf.trainer", "openrlhf.utils")
 
 
 @functools.cache
@@ -47,10 +41,9 @@ def oracle(name: str) -> types.ModuleType:
     """
     if not FOLDER.exists():
         pytest.skip(f"{FOLDER} does not exist; `make test` installs tests/oracles.txt there")
+    # These look at what is installed once, so before any stand-in exists.
     for library in ("transformers", "accelerate", "trl.core"):
-        importlib.import_module(
-            library
-        )  # they look at what is installed once, so before any stand-in exists
+        importlib.import_module(library)
     with _import_path():
         return importlib.import_module(name)
 
@@ -62,138 +55,111 @@ def nemo_aligner_ppo_utils() -> types.ModuleType:
 
     Its one import from there, `masked_mean`, is taken out: `calculate_entropy` must not be called.
     """
-    path = FOLDER / "nemo_aligner" / "utils" / "ppo_utils.py"
-    if not path.exists():
-        pytest.skip(f"{path} does not exist; `make test` installs tests/oracles.txt there")
     module = types.ModuleType("oracle_nemo_aligner_ppo_utils")
-    source = path.read_text()
+    source = _source(ALIGNER / "utils" / "ppo_utils.py")
     line = "from nemo_aligner.utils.utils import masked_mean\n"
     assert line in source
-    exec(compile(source.replace(line, "\n"), str(path), "exec"), vars(module))
+    exec(compile(source.replace(line, "\n"), module.__name__, "exec"), vars(module))
     return module
 
 
-def methods_of(path: Path, class_name: str, names: str, **given: object) -> type:
-    """A class with only the methods `names` of a class in the source file `path`, for modules that
-    cannot be imported. `given`: globals that the methods read, beside torch.
-    """
+def _source(path: Path) -> str:
     if not path.exists():
         pytest.skip(f"{path} does not exist; `make test` installs tests/oracles.txt there")
-    module = ast.parse(path.read_text())
+    return path.read_text()
+
+
+def with_methods(path: Path, class_name: str, names: str, config=None, **given: object) -> Any:
+    """An object with only the methods `names` of a class in the source file `path`, for modules
+    that cannot be imported; `config`: its attributes. `given`: globals that the methods read,
+    beside torch.
+    """
+    module = ast.parse(_source(path))
     (found,) = (n for n in module.body if isinstance(n, ast.ClassDef) and n.name == class_name)
     found.bases, found.decorator_list = [], []
     found.body = [n for n in found.body if getattr(n, "name", None) in names.split()]
     assert len(found.body) == len(names.split())
-    space: dict = {"torch": torch, "F": torch.nn.functional, "Tuple": tuple, **given}
+    space: dict = {"torch": torch, "F": torch.nn.functional, **given}
+    space |= {"List": list, "Dict": dict, "Tuple": tuple, "Union": Any}
     exec(compile(ast.Module([found], []), str(path), "exec"), space)
-    return space[class_name]
+    made = space[class_name]()
+    vars(made).update(config or {})
+    return made
+
+
+def _trl(trainer: str, *arguments: Any, **given: object) -> Any:
+    """Of trl, whose modules of trainers want an older transformers; on one process."""
+    folder = Path(importlib.util.find_spec("trl").origin).parent / "trainer"
+    made = with_methods(folder / f"{trainer}_trainer.py", *arguments, **given)
+    made.accelerator = types.SimpleNamespace(device="cpu", gather=lambda tensor: tensor)
+    return made
 
 
 def trl_dpo(**config: object) -> Any:
-    """`DPOTrainer` of trl with `get_batch_logps` and `dpo_loss` alone; its module wants an older
-    transformers.
-    """
-    path = Path(importlib.util.find_spec("trl").origin).parent / "trainer" / "dpo_trainer.py"
-    names = "get_batch_logps dpo_loss"
-    trainer = methods_of(path, "DPOTrainer", names, FDivergenceType=_Inert("_", (), {}))()
-    trainer.accelerator = types.SimpleNamespace(device="cpu")
-    trainer.reference_free, trainer.f_divergence_type, trainer.f_divergence_params = False, "", {}
-    vars(trainer).update(config)
-    return trainer
+    """`DPOTrainer` of trl with `get_batch_logps` and `dpo_loss` alone."""
+    config |= {"reference_free": False, "f_divergence_type": "", "f_divergence_params": {}}
+    inert = {"FDivergenceType": _Inert("_", (), {})}
+    return _trl("dpo", "DPOTrainer", "get_batch_logps dpo_loss", config, **inert)
 
 
-def nemo_aligner_dpo(**config: object) -> Any:
-    """The losses of `MegatronGPTDPOModel` of NeMo-Aligner 0.7.0."""
-    path = FOLDER / "nemo_aligner" / "models" / "nlp" / "gpt" / "megatron_gpt_dpo_model.py"
-    names = "get_reduced_masked_logps loss_func sft_loss_func split_output_tensor"
-    one_rank = types.SimpleNamespace(get_context_parallel_world_size=lambda: 1)
-    model = methods_of(path, "MegatronGPTDPOModel", names, parallel_state=one_rank)()
-    vars(model).update(config)
-    return model
-
-
-def nemo_aligner_spin(**config: object) -> Any:
-    """The loss of `MegatronGPTSPINModel` of NeMo-Aligner 0.7.0."""
-    path = FOLDER / "nemo_aligner" / "models" / "nlp" / "gpt" / "megatron_gpt_spin_model.py"
-    names = "get_reduced_masked_logps loss_func split_output_tensor"
-    model = methods_of(path, "MegatronGPTSPINModel", names)()
-    vars(model).update(config)
-    return model
-
-
-def nemo_aligner_steerlm2_loss(
-    mask: torch.Tensor, mean_tokens: torch.Tensor, losses: torch.Tensor, weights: torch.Tensor
-) -> torch.Tensor:
-    """That of a micro-batch by `GPTSteerLMModel` of NeMo-Aligner 0.7.0; `losses`: of tokens."""
-    path = FOLDER / "nemo_aligner" / "models" / "nlp" / "gpt" / "gpt_steerlm_model.py"
-    model = methods_of(path, "GPTSteerLMModel", "weight_loss_func")()
-    return model.weight_loss_func(mask, mean_tokens, losses, weights)
+def trl_kto(**config: object) -> Any:
+    """`KTOTrainer` of trl with `get_batch_logps` and `kto_loss` alone."""
+    config |= {"calculate_KL": True, "loss_type": "kto"}
+    return _trl("kto", "KTOTrainer", "get_batch_logps kto_loss", config)
 
 
 def trl_jsd(*args: object, **options: object) -> torch.Tensor:
-    """The loss of trl's `GKDTrainer`, whose module wants an older transformers."""
-    path = Path(importlib.util.find_spec("trl").origin).parent / "trainer" / "gkd_trainer.py"
-    trainer = methods_of(path, "GKDTrainer", "generalized_jsd_loss")
-    return trainer.generalized_jsd_loss(*args, **options)
+    """The loss of trl's `GKDTrainer`."""
+    return _trl("gkd", "GKDTrainer", "generalized_jsd_loss").generalized_jsd_loss(*args, **options)
+
+
+def _nemo_aligner(model: str, names: str, config: dict, **given: object) -> Any:
+    """Of the model of NeMo-Aligner 0.7.0 for `model`."""
+    path = ALIGNER / "models" / "nlp" / "gpt" / f"megatron_gpt_{model}_model.py"
+    names += " get_reduced_masked_logps loss_func split_output_tensor"
+    return with_methods(path, f"MegatronGPT{model.upper()}Model", names, config, **given)
+
+
+def nemo_aligner_dpo(**config: object) -> Any:
+    """The losses of DPO."""
+    one_rank = types.SimpleNamespace(get_context_parallel_world_size=lambda: 1)
+    return _nemo_aligner("dpo", "sft_loss_func", config, parallel_state=one_rank)
+
+
+def nemo_aligner_spin(**config: object) -> Any:
+    return _nemo_aligner("spin", "", config)
+
+
+def nemo_aligner_kto(**config: object) -> Any:
+    joined = lambda losses: torch.cat([loss.reshape(1) for loss in losses])
+    return _nemo_aligner("kto", "", config, average_losses_across_data_parallel_group=joined)
+
+
+def nemo_aligner_steerlm2_loss(*args: torch.Tensor) -> torch.Tensor:
+    """That of a micro-batch, of mask, mean number of tokens, losses of tokens, and weights."""
+    path = ALIGNER / "models" / "nlp" / "gpt" / "gpt_steerlm_model.py"
+    return with_methods(path, "GPTSteerLMModel", "weight_loss_func").weight_loss_func(*args)
 
 
 def nemo_aligner_distillation(logits: torch.Tensor, *args: object) -> tuple[torch.Tensor, ...]:
     """Loss, KL and negative log-likelihood `[B, S]`, and the gradient of the sum of the loss, by
-    `_TopKLogitsCrossEntropy` of NeMo-Aligner 0.7.0.
+    `_TopKLogitsCrossEntropy` of NeMo-Aligner 0.7.0, on one rank.
     """
+    vocabulary = types.SimpleNamespace(
+        vocab_range_from_per_partition_vocab_size=lambda size, rank, _: (0, size)
+    )
+    utils = types.SimpleNamespace(VocabUtility=vocabulary)
     alone = types.SimpleNamespace(get_tensor_model_parallel_group=lambda: None)
     alone.get_tensor_model_parallel_rank = lambda: 0
     alone.get_tensor_model_parallel_world_size = lambda: 1
-
-    class VocabUtility:
-        @staticmethod
-        def vocab_range_from_per_partition_vocab_size(size, rank, _world_size):
-            return rank * size, (rank + 1) * size
-
-    class OneRank:
-        distributed = types.SimpleNamespace(
-            all_reduce=lambda *a, **k: None, ReduceOp=torch.distributed.ReduceOp
-        )
-
-        def __getattr__(self, name):
-            return getattr(torch, name)
-
-    function = methods_of(
-        FOLDER / "nemo_aligner" / "utils" / "distributed.py",
-        "_TopKLogitsCrossEntropy",
-        "forward backward",
-        torch=OneRank(),
-        parallel_state=alone,
-        tensor_parallel=types.SimpleNamespace(
-            utils=types.SimpleNamespace(VocabUtility=VocabUtility)
-        ),
-    )
+    own = {"parallel_state": alone, "tensor_parallel": types.SimpleNamespace(utils=utils)}
+    path = ALIGNER / "utils" / "distributed.py"
+    function = with_methods(path, "_TopKLogitsCrossEntropy", "forward backward", **own)
     context = types.SimpleNamespace()
     context.save_for_backward = lambda *tensors: setattr(context, "saved_tensors", tensors)
-    losses = function.forward(context, logits, *args)
-    return *losses, function.backward(context, torch.ones_like(losses[0]))[0]
-
-
-def trl_kto(**config: object) -> Any:
-    """`KTOTrainer` of trl with `get_batch_logps` and `kto_loss` alone, of one process."""
-    path = Path(importlib.util.find_spec("trl").origin).parent / "trainer" / "kto_trainer.py"
-    lists = {"List": list, "Dict": dict, "Union": Any}
-    trainer = methods_of(path, "KTOTrainer", "get_batch_logps kto_loss", **lists)()
-    trainer.accelerator = types.SimpleNamespace(device="cpu", gather=lambda tensor: tensor)
-    trainer.calculate_KL, trainer.loss_type = True, "kto"
-    vars(trainer).update(config)
-    return trainer
-
-
-def nemo_aligner_kto(**config: object) -> Any:
-    """The loss of `MegatronGPTKTOModel` of NeMo-Aligner 0.7.0, on one rank."""
-    path = FOLDER / "nemo_aligner" / "models" / "nlp" / "gpt" / "megatron_gpt_kto_model.py"
-    names = "get_reduced_masked_logps loss_func split_output_tensor"
-    joined = lambda losses: torch.cat([loss.reshape(1) for loss in losses])
-    mean = {"average_losses_across_data_parallel_group": joined}
-    model = methods_of(path, "MegatronGPTKTOModel", names, **mean)()
-    vars(model).update(config)
-    return model
+    with mock.patch.object(torch.distributed, "all_reduce", lambda *_, **__: None):
+        losses = function.forward(context, logits, *args)
+        return *losses, function.backward(context, torch.ones_like(losses[0]))[0]
 
 
 class _Inert(type):

@@ -19,6 +19,7 @@ from omegaconf import OmegaConf
 from nemo_aligner.algorithms.ppo import PPOTrainer
 from nemo_aligner.core.endings import JobStopped
 from nemo_aligner.core.types import Scores
+from nemo_aligner.data.nlp.samplers import DefaultBatchIterator, MegatronPretrainingSampler
 from nemo_aligner.models.alignable_interface import AlignableGenerativeInterface
 from nemo_aligner.parallel import parallel_state
 
@@ -48,36 +49,24 @@ def collate(items):
     return batch | {"idx": torch.tensor([item["idx"] for item in items])}
 
 
-class SequentialSampler:
-    """Micro-batches of this data-parallel rank, rollout after rollout, from `consumed_samples`
-    on.
-    """
-
-    is_random = False
-
-    def __init__(self, total_samples, consumed_samples, micro_batch_size, global_batch_size):
-        self.total_samples, self.consumed_samples = total_samples, consumed_samples
-        self.micro_batch_size, self.global_batch_size = micro_batch_size, global_batch_size
-        self.drop_last = True
-
-    def __iter__(self):
-        rank = parallel_state.get_data_parallel_rank()
-        step = self.micro_batch_size * parallel_state.get_data_parallel_world_size()
-        for start in range(self.consumed_samples, self.total_samples - step + 1, step):
-            first = start + rank * self.micro_batch_size
-            yield list(range(first, first + self.micro_batch_size))
+def sampler_of(cls, global_batch_size, micro_batch_size, consumed_samples=0, total=NUM_PROMPTS):
+    """A sampler of the project for this data-parallel rank."""
+    ranks = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+    given = total, consumed_samples, micro_batch_size, *ranks
+    return cls(*given, global_batch_size=global_batch_size, seed=5)
 
 
-def dataloader_builder(global_batch_size, consumed_samples, micro_batch_size=2, seen=None):
+def dataloader_builder(
+    global_batch_size,
+    consumed_samples,
+    micro_batch_size=2,
+    seen=None,
+    cls=MegatronPretrainingSampler,
+):
     if seen is not None:
         seen.append(consumed_samples)
-    sampler = SequentialSampler(NUM_PROMPTS, consumed_samples, micro_batch_size, global_batch_size)
+    sampler = sampler_of(cls, global_batch_size, micro_batch_size, consumed_samples)
     return SimpleNamespace(batch_sampler=sampler, dataset=Prompts())
-
-
-def batch_iterator(sampler_iter, num_microbatches, dataset, collate_fn):
-    for _, indices in zip(range(num_microbatches), sampler_iter, strict=False):
-        yield collate_fn([dataset[i] for i in indices])
 
 
 class FakeTokenizer:
@@ -124,9 +113,8 @@ class FakePolicy:
         rollout = {"response_tokens": tokens[:, : int(lengths.max())], "response_lengths": lengths}
         rollout |= {"prompt_lengths": prompt_lengths, "is_end": lengths % 2 == 0}
         if batch.get("return_logprobs"):
-            tokens = rollout["response_tokens"]
-            weight = self.weight + self.sampler_offset
-            rollout["sampling_logprobs"] = self._logprobs(tokens, weight)
+            given = rollout["response_tokens"], self.weight + self.sampler_offset
+            rollout["sampling_logprobs"] = self._logprobs(*given)
         return rollout
 
     def _logprobs(self, tokens, weight):
@@ -153,11 +141,12 @@ class FakePolicy:
         assert not forward_only
         self.events.append("update")
         self.batches.append({key: value.clone() for key, value in batch.items()})
-        mask = batch["mask"].bool()
+        return self.loss(batch, batch["mask"].bool())
+
+    def loss(self, batch, mask):
         # A policy-gradient-like number: any change of the data changes the weight.
-        gradient = (
-            torch.where(mask, batch["advantages"] * batch["prev_logprobs"].exp(), 0).double().sum()
-        )
+        gains = batch["advantages"] * batch["prev_logprobs"].exp()
+        gradient = torch.where(mask, gains, 0).double().sum()
         moved = self._logprobs(batch["response_tokens"], self.weight) - batch["prev_logprobs"]
         kl = torch.where(mask, moved.exp() - 1 - moved, 0).double().sum()
         total = torch.stack([gradient, kl, mask.double().sum()])
@@ -374,10 +363,9 @@ def among_fakes(trainer_class, policy, changes, time_limit=None, **parts):
 
 def builders(rollout_size, micro_batch_size) -> dict:
     """Of data loaders for 24 prompts."""
-    sizes = {"train": rollout_size, "val": 4}
     build = functools.partial(dataloader_builder, micro_batch_size=micro_batch_size)
-    names = {f"{name}_dataloader_builder": size for name, size in sizes.items()}
-    return {name: functools.partial(build, size) for name, size in names.items()}
+    sizes = {"train_dataloader_builder": rollout_size, "val_dataloader_builder": 4}
+    return {name: functools.partial(build, size) for name, size in sizes.items()}
 
 
 def make_trainer(
@@ -387,24 +375,21 @@ def make_trainer(
     fail_at_train=None,
     time_limit=None,
     builder=None,
-    num_rollouts_per_prompt=1,
-    max_response_length=MAX_NEW_TOKENS,
-    kl_loss_coef=0.0,
-    rollout_logprobs="recompute",
     has_validation=True,
-    reward_weights=(),
     **changes,
 ):
-    """24 prompts, rollouts of 8, global batches of 4."""
+    """24 prompts, rollouts of 8, global batches of 4. `changes`: of the section, and of some
+    arguments of the trainer.
+    """
     events = []
     critic_cls = FakeCritic if changes.get("advantage_estimator", "gae") == "gae" else FakeRewards
-    data = builders(rollout_size, micro_batch_size)
-    data |= {"train_dataloader_builder": builder} if builder else {}
-    data |= {} if has_validation else {"val_dataloader_builder": None}
-    given = {**data, "collate_fn": collate, "rm_critic": critic_cls(events, fail_at_train)}
-    given |= {"batch_iterator_cls": batch_iterator}
-    given |= {"num_rollouts_per_prompt": num_rollouts_per_prompt}
-    given |= {"max_response_length": max_response_length, "kl_loss_coef": kl_loss_coef}
-    given |= {"rollout_logprobs": rollout_logprobs, "reward_weights": reward_weights}
-    given |= {"teacher": FakeTeacher(events) if changes.get("teacher_kl_coef") else None}
-    return among_fakes(PPOTrainer, FakePolicy(events), changes, time_limit, **given)
+    parts = {"num_rollouts_per_prompt": 1, "max_response_length": MAX_NEW_TOKENS}
+    parts |= {"kl_loss_coef": 0.0, "rollout_logprobs": "recompute", "reward_weights": ()}
+    parts = {name: changes.pop(name, default) for name, default in parts.items()}
+    parts |= builders(rollout_size, micro_batch_size)
+    parts |= {"train_dataloader_builder": builder} if builder else {}
+    parts |= {} if has_validation else {"val_dataloader_builder": None}
+    parts |= {"collate_fn": collate, "batch_iterator_cls": DefaultBatchIterator}
+    parts["rm_critic"] = critic_cls(events, fail_at_train)
+    parts["teacher"] = FakeTeacher(events) if changes.get("teacher_kl_coef") else None
+    return among_fakes(PPOTrainer, FakePolicy(events), changes, time_limit, **parts)

@@ -10,18 +10,18 @@ from nemo_aligner.algorithms.reinforce import ReinforceTrainer
 from nemo_aligner.algorithms.rs import RSTrainer
 from nemo_aligner.core.types import Scores
 from nemo_aligner.data.nlp.samplers import (
+    DefaultBatchIterator,
     MegatronPretrainingRandomSampler,
     MegatronPretrainingSampler,
 )
-from nemo_aligner.parallel import parallel_state
 from tests.ppo_fakes import (
     FakeFuture,
     FakePolicy,
     Prompts,
     among_fakes,
-    batch_iterator,
     builders,
     collate,
+    sampler_of,
     sum_over_ranks,
 )
 
@@ -31,14 +31,7 @@ class FakeRSPolicy(FakePolicy):
 
     scale = 100
 
-    def weights(self, batch):
-        return batch["mask"].bool(), 1.0
-
-    def get_loss_and_metrics(self, batch, forward_only):
-        assert not forward_only
-        self.events.append("update")
-        self.batches.append({key: value.clone() for key, value in batch.items()})
-        mask, weights = self.weights(batch)
+    def loss(self, batch, mask, weights=1.0):
         logprobs = self._logprobs(batch["response_tokens"], self.weight)
         total = sum_over_ranks(torch.where(mask, weights * logprobs, 0).double().sum())
         self.gradient = -total.item() / self.scale
@@ -50,9 +43,9 @@ class FakeReinforcePolicy(FakeRSPolicy):
 
     scale = 1
 
-    def weights(self, batch):
+    def loss(self, batch, mask):
         advantages = (batch["rewards_with_kl"] - batch["baseline"])[:, None]
-        return batch["mask"].bool() & batch["is_end"][:, None], advantages
+        return super().loss(batch, mask & batch["is_end"][:, None], advantages)
 
 
 class FakeRewardModel:
@@ -77,15 +70,8 @@ class FakeRewardModel:
 def dataloader(global_batch_size, micro_batch_size, *, random=False, num_workers=0, dataset=None):
     """The project's own samplers, and a loader as the script builds it."""
     dataset = dataset or Prompts()
-    sampler = (MegatronPretrainingRandomSampler if random else MegatronPretrainingSampler)(
-        len(dataset),
-        0,
-        micro_batch_size,
-        parallel_state.get_data_parallel_rank(),
-        parallel_state.get_data_parallel_world_size(),
-        global_batch_size=global_batch_size,
-        seed=5,
-    )
+    cls = MegatronPretrainingRandomSampler if random else MegatronPretrainingSampler
+    sampler = sampler_of(cls, global_batch_size, micro_batch_size, total=len(dataset))
     own = {"num_workers": num_workers, "generator": torch.Generator(), "collate_fn": collate}
     return torch.utils.data.DataLoader(dataset, batch_sampler=sampler, **own)
 
@@ -120,6 +106,7 @@ def make_reinforce_trainer(
     """24 prompts, 8 per step, 3 responses to each, global batches of 4."""
     policy = FakeReinforcePolicy([])
     changes = {"num_rollouts_per_prompt": 3} | changes
-    parts = builders(rollout_size, micro_batch_size) | {"batch_iterator_cls": batch_iterator}
+    parts = builders(rollout_size, micro_batch_size)
+    parts |= {"batch_iterator_cls": DefaultBatchIterator}
     parts |= {"collate_fn": collate, "rm": FakeRewardModel(policy.events, score)}
     return among_fakes(ReinforceTrainer, policy, changes, time_limit, **parts)

@@ -17,7 +17,12 @@ from megatron.core.utils import get_batch_on_this_cp_rank
 from nemo_aligner.models.nlp.gpt.megatron_gpt_ppo_actor import MegatronGPTActorModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_rs_actor import MegatronGPTRSModel
 from nemo_aligner.parallel import parallel_state
-from nemo_aligner.parallel.collectives import gather_shares, share_positions, take_share
+from nemo_aligner.parallel.collectives import (
+    gather_shares,
+    share_positions,
+    take_share,
+    width_multiple,
+)
 from tests.distributed import matrix, matrix_reload
 from tests.distributed.launcher import progress, run_ranks
 from tests.tiny_models import PPO, tiny_config
@@ -40,6 +45,9 @@ def check_shares():
     mine = take_share(x, 1).requires_grad_()
     assert torch.equal(mine, expected)
     assert torch.equal(share_positions(8), torch.tensor([[0, 1, 6, 7], [2, 3, 4, 5]][rank]))
+    assert width_multiple() == 4
+    with pytest.raises(ValueError, match="a width of 6 is no multiple of 4"):
+        take_share(torch.zeros(3, 6), 1)
     for dim in (0, 1, 2):
         y = x.movedim(1, dim)
         assert torch.equal(gather_shares(take_share(y, dim), dim), y)

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fixtures of unit tests."""
 
+import importlib
 import json
 import sys
 from pathlib import Path
@@ -27,6 +28,21 @@ def write(tmp_path):
         return str(path)
 
     return write
+
+
+@pytest.fixture(scope="module")
+def benchmark():
+    """`benchmark(name)`: a module of the folder `benchmarks`; the walk-throughs have a `run`
+    too.
+    """
+    others = sys.modules.pop("run", None)
+    folder = str(Path(__file__).parents[2] / "benchmarks")
+    sys.path.insert(0, folder)
+    yield importlib.import_module
+    sys.path.remove(folder)
+    sys.modules.pop("run", None)
+    if others is not None:
+        sys.modules["run"] = others
 
 
 @pytest.fixture

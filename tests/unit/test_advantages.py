@@ -1,7 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Advantages and the shaping of rewards, against naive loops over Python numbers and the
-statistics module. test_masked_slots.py has slots that do not count, test_ppo_data.py rollouts.
+"""Advantages against the statistics module. Other libraries: test_oracles.py; slots that do not
+count: test_masked_slots.py; rollouts: test_ppo_data.py.
 """
 
 import statistics
@@ -12,23 +12,11 @@ import torch
 from nemo_aligner.core import advantages
 from nemo_aligner.core.advantages import (
     RESPONSE_ESTIMATORS,
-    calculate_advantages_and_returns,
     calculate_grpo_advantages,
     calculate_rloo_advantages,
 )
-from nemo_aligner.core.tensors import create_mask, masked_mean_var, whiten
+from nemo_aligner.core.tensors import masked_mean_var, whiten
 from tests.rank_threads import run_rank_threads
-
-NAN = float("nan")
-
-
-def ragged(seed=0, rows=6, width=9):
-    """(values, token rewards, mask) [rows, width]; the masks start and end anywhere."""
-    generator = torch.Generator().manual_seed(seed)
-    prompt = torch.randint(1, 5, (rows,), generator=generator)
-    total = prompt + torch.randint(1, 5, (rows,), generator=generator)
-    values, rewards = (torch.randn(rows, width, generator=generator) for _ in range(2))
-    return values, rewards, create_mask(values, prompt, total)
 
 
 def scored_groups(seed=0):
@@ -50,64 +38,30 @@ def members(prompts, valid, row):
     return [i for i in range(len(prompts)) if same(i)]
 
 
-def planted(x, keep):
-    return torch.where(keep.bool(), x, NAN)
-
-
-@pytest.mark.parametrize(
-    "gamma,lam,critic_lam", [(1.0, 0.95, 1.0), (0.9, 0.5, 0.8), (0.99, 1.0, 0.0)]
-)
-def test_decoupled_gae_against_naive_sums(gamma, lam, critic_lam):
-    values, rewards, mask = ragged()
-
-    def naive(row, t, lam):
-        slots = mask[row].nonzero().flatten().tolist()
-        v, r = values[row].tolist(), rewards[row].tolist()
-        deltas = {k: r[k] + gamma * (v[k + 1] if k + 1 in slots else 0.0) - v[k] for k in slots}
-        return sum((gamma * lam) ** (k - t) * delta for k, delta in deltas.items() if k >= t)
-
-    given = values, rewards, gamma, lam, mask, critic_lam
-    advantages, returns = calculate_advantages_and_returns(*given)
-    for row, t in mask.nonzero().tolist():
-        assert advantages[row, t].item() == pytest.approx(naive(row, t, lam), abs=1e-5)
-        wanted = pytest.approx(naive(row, t, critic_lam) + values[row, t].item(), abs=1e-5)
-        assert returns[row, t].item() == wanted
-    # Without a lambda of its own the critic has the actor's.
-    same = calculate_advantages_and_returns(values, rewards, gamma, lam, mask)
-    assert torch.equal(same[0], advantages)
-    assert torch.equal(
-        same[1], calculate_advantages_and_returns(values, rewards, gamma, lam, mask, lam)[1]
-    )
-
-
-def test_rloo_against_naive_means_of_the_others():
-    scores, prompts, valid = scored_groups()
-    advantages = calculate_rloo_advantages(scores, prompts, valid)
-    lonely = 0
-    for row in range(len(scores)):
-        others = [scores[i].item() for i in members(prompts, valid, row) if i != row]
-        expected = scores[row].item() - statistics.fmean(others) if valid[row] and others else 0.0
-        lonely += not others
-        assert advantages[row].item() == pytest.approx(expected, abs=1e-6)
-    assert lonely and not valid.all()
-    found = calculate_rloo_advantages(torch.tensor([1.0, 2.0, 6.0]), torch.zeros(3))
-    assert found.tolist() == [-3.0, -1.5, 4.5]
-
-
-def test_grpo_against_the_statistics_module():
+@pytest.mark.parametrize("name", ["rloo", "grpo", "dr_grpo"])
+def test_estimators_of_groups_against_the_statistics_module(name):
     scores, prompts, valid = scored_groups(seed=4)
-    advantages = calculate_grpo_advantages(scores, prompts, valid)
-    centred = calculate_grpo_advantages(scores, prompts, valid, normalize_std=False)
+    advantages = RESPONSE_ESTIMATORS[name](scores, prompts, valid)
     lonely = 0
     for row in range(len(scores)):
         group = [scores[i].item() for i in members(prompts, valid, row)]
-        expected = std = 0.0
+        expected = 0.0
         if valid[row] and len(group) > 1:
-            expected, std = scores[row].item() - statistics.fmean(group), statistics.stdev(group)
+            expected = scores[row].item() - statistics.fmean(group)
+            expected *= len(group) / (len(group) - 1) if name == "rloo" else 1
+            expected /= statistics.stdev(group) + 1e-6 if name == "grpo" else 1
         lonely += bool(valid[row]) and len(group) == 1
-        assert centred[row].item() == pytest.approx(expected, abs=1e-6)
-        assert advantages[row].item() == pytest.approx(expected / (std + 1e-6), abs=1e-5)
+        assert advantages[row].item() == pytest.approx(expected, abs=1e-5)
     assert lonely and not valid.all()
+    # An index for each prompt says the same as its tokens.
+    found = RESPONSE_ESTIMATORS[name](scores, prompts[:, 0] + 3 * prompts[:, 1], valid)
+    assert torch.equal(found, advantages)
+    assert RESPONSE_ESTIMATORS[name](scores[:0], prompts[:0], valid[:0]).shape == (0,)
+
+
+def test_rloo_by_hand():
+    found = calculate_rloo_advantages(torch.tensor([1.0, 2.0, 6.0]), torch.zeros(3))
+    assert found.tolist() == [-3.0, -1.5, 4.5]
 
 
 def test_gdpo_against_the_statistics_module():
@@ -150,12 +104,6 @@ def test_running_moments_are_those_of_all_rewards():
     assert len(states) == 1
 
 
-def test_estimators_by_their_names_leave_the_deviation_out():
-    scores, idx = torch.tensor([1.0, 4.0, 10.0]), torch.zeros(3)
-    found = RESPONSE_ESTIMATORS["dr_grpo"](scores, idx, torch.ones(3))
-    torch.testing.assert_close(found, torch.tensor([-4.0, -1.0, 5.0]))
-
-
 def test_equal_scores_give_no_advantage():
     """0.1 is no binary number: its mean over three samples must not leave a rounding error that
     eps blows up.
@@ -166,33 +114,21 @@ def test_equal_scores_give_no_advantage():
     assert calculate_grpo_advantages(scores + 1000, idx).abs().max() < 1e-6
 
 
-@pytest.mark.parametrize("estimator", [calculate_grpo_advantages, calculate_rloo_advantages])
-def test_groups_do_not_depend_on_the_order_of_rows_or_on_rows_that_are_not_valid(estimator):
-    scores, prompts, valid = scored_groups(seed=2)
-    advantages = estimator(scores, prompts, valid)
-    order = torch.randperm(len(scores), generator=torch.Generator().manual_seed(3))
-    found = estimator(scores[order], prompts[order], valid[order])
-    torch.testing.assert_close(found, advantages[order])
-    torch.testing.assert_close(estimator(scores[valid], prompts[valid]), advantages[valid])
-    # An index for each prompt says the same as its tokens.
-    assert torch.equal(estimator(scores, prompts[:, 0] + 3 * prompts[:, 1], valid), advantages)
-    assert estimator(scores[:0], prompts[:0], valid[:0]).shape == (0,)
-
-
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_whitening_over_ranks_against_the_statistics_module(num_ranks):
-    values, _, mask = ragged(seed=5)
-    values = 3.0 * values + 100.0
+    generator = torch.Generator().manual_seed(5)
+    values = 3.0 * torch.randn(6, 9, generator=generator) + 100.0
+    mask = (torch.rand(6, 9, generator=generator) < 0.5).float()
     mask[0] = 0
     if num_ranks == 3:
         mask[2:4] = 0  # nothing counts on the second rank
-    kept = [values[row, t].item() for row, t in mask.nonzero().tolist()]
+    kept = values[mask.bool()].tolist()
     mean, std = statistics.fmean(kept), statistics.pstdev(kept)
     rows = len(values) // num_ranks
 
     def rank_main(rank, sum_over_ranks):
         share = slice(rank * rows, (rank + 1) * rows)
-        x = planted(values, mask)[share]
+        x = torch.where(mask.bool(), values, torch.nan)[share]
         moments = masked_mean_var(x, mask[share], sum_over_ranks)
         made = (whiten(x, mask[share], shift, sum_over_ranks) for shift in (True, False))
         return *moments, *made
@@ -200,9 +136,6 @@ def test_whitening_over_ranks_against_the_statistics_module(num_ranks):
     means, variances, whitened, scaled = zip(*run_rank_threads(num_ranks, rank_main), strict=True)
     assert [float(m) for m in means] == pytest.approx([mean] * num_ranks)
     assert [float(v) for v in variances] == pytest.approx([std**2] * num_ranks)
-    whitened, scaled = torch.cat(whitened), torch.cat(scaled)
-    assert (whitened[mask == 0] == 0).all() and (scaled[mask == 0] == 0).all()
-    for row, t in mask.nonzero().tolist():
-        expected = (values[row, t].item() - mean) / std
-        assert whitened[row, t].item() == pytest.approx(expected, abs=1e-5)
-        assert scaled[row, t].item() == pytest.approx(expected + mean, abs=1e-4)
+    expected = mask * (values - mean) / std
+    torch.testing.assert_close(torch.cat(whitened), expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(torch.cat(scaled), expected + mask * mean, atol=1e-4, rtol=0)

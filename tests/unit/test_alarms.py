@@ -14,6 +14,7 @@ from nemo_aligner.core.types import Scores
 from nemo_aligner.parallel.collectives import CPU_PIECE
 from nemo_aligner.parallel.collectives import checksum_of_shard as checksum
 from nemo_aligner.training.megatron_steps import naming_step
+from tests.ppo_fakes import FakeTokenizer
 
 NAN = float("nan")
 
@@ -22,79 +23,47 @@ NAN = float("nan")
 
 
 def test_a_warning_is_said_when_its_state_begins_and_again_after_it_has_ended():
-    said = []
-    watch = alarms.Alarms(
-        "trainer.ppo.alarms", {"clip_fraction": 0.5, "truncated_fraction": None}, said.append
-    )
-    active = []
+    said, active = [], []
+    thresholds = {"clip_fraction": 0.5, "truncated_fraction": None}
+    watch = alarms.Alarms("trainer.ppo.alarms", thresholds, said.append)
     for step, share in enumerate([0.5, 0.6, 0.9, 0.5, 0.51]):
         active.append(watch.watch({"ppo_clip_fraction": share}, step)["alarms_active"])
-        watch.watch(
-            {"fraction_of_samples_properly_ended": 0.0}, step
-        )  # switched off, and not of this phase
+        # Switched off, and not of this phase.
+        watch.watch({"fraction_of_samples_properly_ended": 0.0}, step)
     assert active == [0, 1, 1, 0, 1]
     assert len(said) == 2
-    assert said[0].startswith(
-        "alarm: clip_fraction is 0.6 at step 1, above trainer.ppo.alarms.clip_fraction=0.5. "
-    )
+    own = "clip_fraction is 0.6 at step 1, above trainer.ppo.alarms.clip_fraction=0.5."
+    assert said[0].startswith(f"alarm: {own} ")
     assert "at step 4" in said[1] and "model.optim.lr" in said[1]
     assert "learning rate" not in said[1]
 
 
+# A critic has time to learn, and what begins at chance is not watched in the first steps either.
 @pytest.mark.parametrize(
-    ("key", "threshold", "silent", "loud"),
+    "job, key, metric, threshold, silent, loud, first",
     [
-        (
-            "sampling_mismatch",
-            0.05,
-            {"sampling_ratio_mean_error": 0.05},
-            {"sampling_ratio_mean_error": math.inf},
-        ),
-        ("clip_fraction", 0.5, {"ppo_clip_fraction": 0.5}, {"ppo_clip_fraction": 0.51}),
-        ("explained_variance", -1.0, {"explained_variance": -1.0}, {"explained_variance": -1.01}),
-        (
-            "explained_variance",
-            -1.0,
-            {"explained_variance": NAN},
-            {"explained_variance": -math.inf},
-        ),
-        (
-            "truncated_fraction",
-            0.9,
-            {"fraction_of_samples_properly_ended": 0.125},
-            {"fraction_of_samples_properly_ended": 0.0},
-        ),
+        ("ppo", "sampling_mismatch", "sampling_ratio_mean_error", 0.05, 0.05, math.inf, 0),
+        ("ppo", "clip_fraction", "ppo_clip_fraction", 0.5, 0.5, 0.51, 0),
+        ("ppo", "explained_variance", "explained_variance", -1.0, -1.0, -1.01, 10),
+        ("ppo", "explained_variance", "explained_variance", -1.0, NAN, -math.inf, 10),
+        ("ppo", "truncated_fraction", "fraction_of_samples_properly_ended", 0.9, 0.125, 0.0, 0),
+        ("dpo", "accuracy", "acc", 0.4, 0.4, 0.3, 20),
+        ("dpo", "margin", "margin", 0.0, 0.0, -0.1, 20),
+        ("kto", "margin", "rewards_margin", 0.0, 0.0, -0.1, 20),
     ],
 )
-def test_thresholds(key, threshold, silent, loud):
-    said = []
-    watch = alarms.Alarms("trainer.ppo.alarms", {key: threshold}, said.append)
-    assert watch.watch(silent, 10) == {"alarms_active": 0} and not said
-    assert watch.watch(loud, 9) == {
-        "alarms_active": int(key != "explained_variance")
-    }  # a critic has time to learn
-    assert watch.watch(loud, 10) == {"alarms_active": 1} and f"alarm: {key} is " in said[0]
-    assert alarms.Alarms("trainer.ppo.alarms", {key: None}, said.append).watch(loud, 12) == {
-        "alarms_active": 0
-    }
-    silent = alarms.Alarms("trainer.ppo.alarms", None, said.append)
-    assert silent.watch(loud, 12) == {"alarms_active": 0}
-    assert len(said) == 1
-
-
-@pytest.mark.parametrize(
-    "key, metric, threshold", [("accuracy", "acc", 0.4), ("margin", "margin", 0.0)]
-)
-def test_what_begins_at_chance_is_not_watched_in_the_first_steps(key, metric, threshold):
-    said = []
-    watch = alarms.Alarms("trainer.dpo.alarms", {key: threshold}, said.append)
-    for step in (0, 19):
-        assert watch.watch({metric: threshold - 0.1}, step) == {"alarms_active": 0}
-    assert watch.watch({metric: threshold}, 20) == {"alarms_active": 0}
-    assert watch.watch({metric: threshold - 0.1}, 21) == {"alarms_active": 1}
-    assert len(said) == 1 and f"below trainer.dpo.alarms.{key}={threshold:g}" in said[0]
-    of_kto = alarms.Alarms("trainer.kto.alarms", {"margin": 0.0}, said.append)
-    assert of_kto.watch({"rewards_margin": -0.1}, 20) == {"alarms_active": 1}
+def test_thresholds(job, key, metric, threshold, silent, loud, first):
+    said, name = [], f"trainer.{job}.alarms"
+    watch = alarms.Alarms(name, {key: threshold}, said.append)
+    for step in (0, first, 30):
+        assert watch.watch({metric: silent}, step) == {"alarms_active": 0} and not said
+    for step in range(first):
+        assert watch.watch({metric: loud}, step) == {"alarms_active": 0} and not said
+    assert watch.watch({metric: loud}, first) == {"alarms_active": 1} and len(said) == 1
+    assert f"alarm: {key} is " in said[0] and f"{name}.{key}={threshold:g}" in said[0]
+    for off in ({key: None}, None):
+        watch = alarms.Alarms(name, off, said.append)
+        assert watch.watch({metric: loud}, 30) == {"alarms_active": 0} and len(said) == 1
 
 
 def test_only_the_first_rank_speaks(monkeypatch):
@@ -138,11 +107,6 @@ def test_explained_variance_is_that_of_the_masked_slots():
 # ---------------------------------------------------------------------------------------- errors
 
 
-class Tokenizer:
-    def ids_to_text(self, ids):
-        return " ".join(map(str, ids))
-
-
 @pytest.mark.parametrize("bad", [NAN, math.inf, -math.inf])
 def test_a_reward_that_is_not_finite_is_named_by_its_prompt(bad):
     rollout = {"idx": torch.tensor([7, 11, 12]), "prompt_lengths": torch.tensor([2, 3, 90])}
@@ -151,13 +115,13 @@ def test_a_reward_that_is_not_finite_is_named_by_its_prompt(bad):
     with pytest.raises(NonFiniteError, match=said):
         with naming_step("PPO step 4"):
             scores = Scores(torch.tensor([1.0, bad, NAN]))
-            alarms.check_rewards(rollout, scores, Tokenizer())
+            alarms.check_rewards(rollout, scores, FakeTokenizer())
     good = torch.tensor([1.0, 2.0, 3.0])
-    alarms.check_rewards(rollout, Scores(good), Tokenizer())
+    alarms.check_rewards(rollout, Scores(good), FakeTokenizer())
     scores = Scores(good, parts={"terse": torch.tensor([1.0, 2.0, bad])})
     named = r"rewards_terse of sample 12 .*'200 201 [^']*\.\.\.'"
     with pytest.raises(NonFiniteError, match=named):
-        alarms.check_rewards(rollout, scores, Tokenizer())
+        alarms.check_rewards(rollout, scores, FakeTokenizer())
 
 
 # ------------------------------------------------------------------------------------- checksums
@@ -188,6 +152,5 @@ def test_a_checksum_of_a_tensor_that_is_longer_than_a_piece_or_empty():
     swapped[[3, CPU_PIECE + 3]] = swapped[[CPU_PIECE + 3, 3]]  # the same place in two pieces
     assert int(checksum(swapped)) != int(checksum(tensor))
     assert int(checksum(torch.empty(0))) == 0
-    assert int(checksum(tensor[: 2 * CPU_PIECE].view(2, -1).t())) == int(
-        checksum(tensor[: 2 * CPU_PIECE].view(2, -1).t().clone())
-    )
+    turned = tensor[: 2 * CPU_PIECE].view(2, -1).t()
+    assert int(checksum(turned)) == int(checksum(turned.clone()))

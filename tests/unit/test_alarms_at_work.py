@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 from nemo_aligner.algorithms.alarms import sampling_ratio_metrics
 from nemo_aligner.algorithms.critic_server_trainer import CriticServerTrainer
 from nemo_aligner.core.errors import NonFiniteError
+from nemo_aligner.core.tensors import create_mask
 from nemo_aligner.core.types import Scores
 from nemo_aligner.launch.model_loading import load_from_nemo
 from nemo_aligner.models.nlp.gpt.megatron_gpt_critic import MegatronGPTCriticModel
@@ -35,8 +36,7 @@ def make_actor(tokenizer_dir, hidden_dropout=0.0, **sampling):
     settings["entropy_bonus"] = 0.0
     own = {"ppo": OmegaConf.merge(PPO, settings), "micro_batch_size": 2}
     own |= {"init_method_std": 0.3, "hidden_dropout": hidden_dropout}
-    cfg = tiny_config(tokenizer_dir, **own)
-    return MegatronGPTActorModel(cfg)
+    return MegatronGPTActorModel(tiny_config(tokenizer_dir, **own))
 
 
 def make_job(actor, **thresholds):
@@ -62,6 +62,10 @@ def make_job(actor, **thresholds):
     return trainer
 
 
+def weights_of(model):
+    return [value.clone() for value in model.weights_to_cpu().values()]
+
+
 def alarms_of(warnings):
     return [text.split()[1] for text in warnings if text.startswith("alarm: ")]
 
@@ -84,13 +88,11 @@ def test_sampler_and_trainer_agree_in_every_mode_of_sampling(tiny_tokenizer_dir,
     assert "sampling_logprobs" not in actor.infer(prompts)
     rollout = actor.infer(prompts | {"return_logprobs": True})
     tokens = rollout["response_tokens"]
-    columns = torch.arange(tokens.size(1) - 1)
-    mask = (columns >= rollout["prompt_lengths"][:, None] - 1) & (
-        columns < rollout["response_lengths"][:, None] - 1
-    )
-    metrics = sampling_ratio_metrics(
-        actor.get_inference_log_probs(tokens), rollout["sampling_logprobs"], mask
-    )
+    lengths = rollout["prompt_lengths"], rollout["response_lengths"]
+    mask = create_mask(tokens[:, 1:], *lengths)
+    logprobs = actor.get_inference_log_probs(tokens)
+    metrics = sampling_ratio_metrics(logprobs, rollout["sampling_logprobs"], mask)
+    assert not rollout["sampling_logprobs"][mask == 0].any()
     assert 0 < metrics["sampling_ratio_mean_error"] < 1e-5
     assert metrics["sampling_ratio_max"] < 1 + 1e-4
 
@@ -161,7 +163,7 @@ def test_dropout_in_training_is_heard_at_the_first_update(tiny_tokenizer_dir, wa
 )
 def test_a_reward_or_a_value_that_is_not_finite_ends_the_run(tiny_tokenizer_dir, part, words):
     actor = make_actor(tiny_tokenizer_dir)
-    before = {name: value.clone() for name, value in actor.weights_to_cpu().items()}
+    before = weights_of(actor)
     trainer = make_job(actor)
     score = trainer.score
 
@@ -174,7 +176,7 @@ def test_a_reward_or_a_value_that_is_not_finite_ends_the_run(tiny_tokenizer_dir,
     trainer.score = infer_rm_critic
     with pytest.raises(NonFiniteError, match=words):
         trainer.fit()
-    assert all(torch.equal(value, before[name]) for name, value in actor.weights_to_cpu().items())
+    assert all(map(torch.equal, weights_of(actor), before))
 
 
 def test_a_critic_update_that_is_not_finite_is_refused_and_the_critic_goes_on(
@@ -187,23 +189,15 @@ def test_a_critic_update_that_is_not_finite_is_refused_and_the_critic_goes_on(
     cfg = tiny_config(tiny_tokenizer_dir, **own)
     critic = load_from_nemo(MegatronGPTCriticModel, cfg, None, restore_path=nemo)
     optimizer, scheduler = critic.setup_megatron_optimization(max_steps=10)
-    server = CriticServerTrainer(
-        cfg=OmegaConf.create(
-            {"combine_rm_and_critic_server": False, "alarms": {"replica_check_interval": 1}}
-        ),
-        model=critic,
-        optimizer=optimizer,
-        scheduler=scheduler,
-        logger=FakeLogger(),
-        ckpt_callback=None,
-        tokenize_func=None,
-        gbs=2,
-        model_forward_micro_batch_size=2,
-    )
+    cfg = {"combine_rm_and_critic_server": False, "alarms": {"replica_check_interval": 1}}
+    parts = {"model": critic, "optimizer": optimizer, "scheduler": scheduler}
+    parts |= {"logger": FakeLogger(), "ckpt_callback": None, "tokenize_func": None}
+    sizes = {"gbs": 2, "model_forward_micro_batch_size": 2}
+    server = CriticServerTrainer(cfg=OmegaConf.create(cfg), **parts, **sizes)
     numbers = lambda: np.zeros((4, 4), np.float32)
     request = {"tokens": np.ones((4, 5), np.int64), "mask": numbers() + 1}
     request |= {"returns": numbers(), "prev_values": numbers()}
-    before = {name: value.clone() for name, value in critic.weights_to_cpu().items()}
+    before = weights_of(critic)
     returns = request["returns"].copy()
     returns[1, 2] = 1e30  # finite; its square is not
     monkeypatch.setattr(schema, "LARGEST_NUMBER", 1e31)
@@ -212,5 +206,5 @@ def test_a_critic_update_that_is_not_finite_is_refused_and_the_critic_goes_on(
         server.run_training(**request | {"returns": returns})
     server._recover(None)
     assert server.step == 0
-    assert all(torch.equal(value, before[name]) for name, value in critic.weights_to_cpu().items())
+    assert all(map(torch.equal, weights_of(critic), before))
     assert np.isfinite(server.run_training(**request)["loss_mean"]) and server.step == 2

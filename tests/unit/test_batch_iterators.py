@@ -18,26 +18,23 @@ DATASET = [10 * i for i in range(20)]
 SAMPLER = [[3, 1], [0, 2], [5, 4], [7, 6]]
 
 
-@pytest.fixture
-def process_group():
-    torch.distributed.init_process_group(
-        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
-    )
+@pytest.fixture(params=[False, True], ids=["plain", "process group"])
+def process_group(request):
+    """Of one rank, or none."""
+    if request.param:
+        one = {"store": torch.distributed.HashStore(), "rank": 0, "world_size": 1}
+        torch.distributed.init_process_group("gloo", **one)
     yield
-    torch.distributed.destroy_process_group()
+    if request.param:
+        torch.distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize("cls", [DefaultBatchIterator, StoreBatchIterator])
-def test_takes_one_rollout_from_the_sampler(cls):
-    sampler_iter = iter(SAMPLER)
-    assert list(cls(sampler_iter, 3, DATASET, tuple)) == [(30, 10), (0, 20), (50, 40)]
-    assert next(sampler_iter) == [7, 6]
-
-
-def test_queue_in_a_process_group_of_one(process_group):
+def test_takes_one_rollout_from_the_sampler(process_group, cls):
     for _rollout in range(2):  # each has a counter of its own
-        found = list(StoreBatchIterator(iter(SAMPLER), 3, DATASET, tuple))
-        assert found == [(30, 10), (0, 20), (50, 40)]
+        sampler_iter = iter(SAMPLER)
+        assert list(cls(sampler_iter, 3, DATASET, tuple)) == [(30, 10), (0, 20), (50, 40)]
+        assert next(sampler_iter) == [7, 6]
 
 
 def test_choice():

@@ -2,27 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The fits of the benchmark `scaling` and the simulation of a step, where results are known."""
 
-import importlib
-import sys
-from dataclasses import dataclass
-from pathlib import Path
-
 import numpy as np
 import pytest
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
-
-@pytest.fixture(scope="module")
-def module():
-    """A module of the folder by its name."""
-    sys.path.insert(0, str(BENCHMARKS))
-    yield importlib.import_module
-    sys.path.remove(str(BENCHMARKS))
-
-
-def test_a_power_law_is_found_again(module):
-    law = module("scaling").power_law([1, 2, 4, 8], [3 * x**1.5 for x in (1, 2, 4, 8)])
+def test_a_power_law_is_found_again(benchmark):
+    law = benchmark("scaling").power_law([1, 2, 4, 8], [3 * x**1.5 for x in (1, 2, 4, 8)])
     assert law.factor == pytest.approx(3) and law.exponent == pytest.approx(1.5)
     assert law.residuals == pytest.approx([0, 0, 0, 0])
 
@@ -30,39 +15,21 @@ def test_a_power_law_is_found_again(module):
 # --- the simulation ------------------------------------------------------------------------------
 
 
-@dataclass
 class Units:
-    """`Costs`: a step takes `step` and `row` for each row; a token of a pass one second."""
+    """`Costs`: a step takes `step` and `row` for each row; a token of a pass one second.
 
-    step: float = 1.0
-    row: float = 0.0
-    key: float = 0.0
-    token: float = 0.0  # of prompts
-    request: float = 0.0
+    Args:
+        token: of prompts.
+    """
 
-    def before_generation(self):
-        return 0.0
-
-    def prefill(self, tokens):
-        return self.token * tokens
-
-    def decode(self, rows, cached, steps):
-        return steps * (self.step + self.row * rows + self.key * cached)
-
-    def forward(self, micro_batches):
-        return float(sum(micro_batches))
-
-    def update(self, micro_batches, replicas):
-        return 3.0 * sum(micro_batches)
-
-    def swap(self):
-        return 0.0
-
-    def gather(self, tokens, replicas):
-        return 0.0
-
-    def send(self, tokens):
-        return self.request
+    def __init__(self, step=1.0, row=0.0, key=0.0, token=0.0, request=0.0):
+        self.before_generation = self.swap = lambda: 0.0
+        self.gather = lambda tokens, replicas: 0.0
+        self.send = lambda tokens: request
+        self.prefill = lambda tokens: token * tokens
+        self.decode = lambda rows, cached, steps: steps * (step + row * rows + key * cached)
+        self.forward = lambda micro_batches: float(sum(micro_batches))
+        self.update = lambda micro_batches, replicas: 3.0 * sum(micro_batches)
 
 
 def geometric(samples, seed=0, mean=30, longest=200):
@@ -71,8 +38,8 @@ def geometric(samples, seed=0, mean=30, longest=200):
 
 
 @pytest.fixture
-def simulation(module):
-    return module("step_simulation")
+def simulation(benchmark):
+    return benchmark("step_simulation")
 
 
 def workload(simulation, lengths, micro_batch=1, slots=1, **more):
@@ -116,16 +83,14 @@ def test_side_by_side_and_one_after_another_by_hand(simulation):
     assert simulation.simulate(job, layout, Units(), slow).wait == 37 + 20 - 9 - tokens
 
 
-def test_gpu_costs_of_a_model_known_by_hand(module):
-    gpu = module("gpu_costs")
+def test_gpu_costs_of_a_model_known_by_hand(benchmark):
+    gpu = benchmark("gpu_costs")
     shape = gpu.Shape(layers=2, hidden=8, ffn=16, vocabulary=100, heads=4, groups=2)
     assert shape.weights == 2 * (64 * 3 + 3 * 8 * 16) + 800
     assert shape.cache_bytes == 2 * 2 * 2 * 8 / 2
-    given = gpu.Assumptions(
-        matrix_rate=1.0, memory_rate=1.0, network_rate=1.0, host_rate=1.0, matrix_efficiency=1.0,
-        memory_efficiency=1.0, link_efficiency=1.0, network_latency=0.0, launch=0.0,
-        cache_memory=1600,
-    )  # fmt: skip
+    ones = dict.fromkeys(("matrix_rate", "memory_rate", "network_rate", "host_rate"), 1.0)
+    ones |= {f"{part}_efficiency": 1.0 for part in ("matrix", "memory", "link")}
+    given = gpu.Assumptions(**ones, network_latency=0.0, launch=0.0, cache_memory=1600)
     one = gpu.GpuCosts(shape, given=given)
     assert one.forward([3, 4]) == 2 * shape.weights * 7
     # Decoding reads all weights (2 bytes each) and keys, or multiplies, whichever takes longer.
@@ -141,8 +106,8 @@ def test_gpu_costs_of_a_model_known_by_hand(module):
     assert (piped.slots(10), whole.slots(10)) == (10, 5)
 
 
-def test_costs_fitted_to_runs_of_known_costs_are_found_again(module, simulation):
-    scaling = module("scaling")
+def test_costs_fitted_to_runs_of_known_costs_are_found_again(benchmark, simulation):
+    scaling = benchmark("scaling")
     truth = scaling.CpuCosts([0.01, 1e-4, 4e-3, 1e-4, 3e-6], [5e-3, 2e-4], [0.05, 0.01, 5e-4])
     found = {}
     runs = scaling.VARIED["samples"] + scaling.VARIED["tokens of a response"] + scaling.PREFILLS

@@ -2,28 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the benchmarks measure with: sides that take turns, chosen lengths, the page."""
 
-import importlib
 import json
 import sys
-from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 import torch
-
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-
-
-@pytest.fixture(scope="module")
-def module():
-    """A module of the folder by its name; the walk-throughs have a `run` too."""
-    others = sys.modules.pop("run", None)
-    sys.path.insert(0, str(BENCHMARKS))
-    yield importlib.import_module
-    sys.path.remove(str(BENCHMARKS))
-    sys.modules.pop("run", None)
-    if others is not None:
-        sys.modules["run"] = others
 
 
 def build(name, file):
@@ -38,8 +22,8 @@ def build(name, file):
 
 @pytest.mark.full
 @pytest.mark.slow
-def test_sides_take_turns(module, tmp_path):
-    measure, file = module("measure"), tmp_path / "calls"
+def test_sides_take_turns(benchmark, tmp_path):
+    measure, file = benchmark("measure"), tmp_path / "calls"
     with measure.Side(build, "a", file) as ours, measure.Side(build, "b", file) as peer:
         figures = measure.in_turns({"ours": ours, "peer": peer}, "case", 3)
     assert file.read_text() == "abababab"
@@ -47,8 +31,8 @@ def test_sides_take_turns(module, tmp_path):
     assert all(0 <= share <= 1 for f in figures.values() for share in f.others)
 
 
-def test_both_forms_of_the_model_count_down(module):
-    countdown = module("countdown")
+def test_both_forms_of_the_model_count_down(benchmark):
+    countdown = benchmark("countdown")
     lengths = torch.tensor([1, 5, 128])
     prompts = countdown.prompts(lengths, 8)
     with torch.no_grad():
@@ -59,8 +43,8 @@ def test_both_forms_of_the_model_count_down(module):
     assert 1 <= skewed.min() and skewed.max() == 128 and 28 < skewed.float().mean() < 34
 
 
-def test_the_page_gets_the_tables_of_the_figures_that_are_there(module, tmp_path, monkeypatch):
-    run = module("run")
+def test_the_page_gets_the_tables_of_the_figures_that_are_there(benchmark, tmp_path, monkeypatch):
+    run = benchmark("run")
     page, plot = tmp_path / "page.md", tmp_path / "plot.svg"
     parts = [f"<!-- {name} -->\nold {name}\n<!-- end of {name} -->\n" for name in run.BENCHMARKS]
     page.write_text("text\n" + "".join(parts))
@@ -68,7 +52,7 @@ def test_the_page_gets_the_tables_of_the_figures_that_are_there(module, tmp_path
     for name, value in places.items():
         monkeypatch.setattr(run, name, value)
     machine = {"date": "2026-01-01", "cores": "2", "cpu": "C", "python": "3"}
-    machine |= dict.fromkeys(module("measure").LIBRARIES, "1")
+    machine |= dict.fromkeys(benchmark("measure").LIBRARIES, "1")
     rows = [{"case": "a & b", "ratio": 0.5}, {"case": "c", "ratio": 2.0, "more": 7}]
     figures = {"benchmark": "updates", "machine": machine, "rows": rows}
     figures["tables"] = {"More": [{"other": 5}]}
@@ -88,17 +72,17 @@ def test_the_page_gets_the_tables_of_the_figures_that_are_there(module, tmp_path
     assert page.read_text() == text
 
 
-def test_every_benchmark_of_make_bench_has_its_place_on_the_page(module):
-    run = module("run")
+def test_every_benchmark_of_make_bench_has_its_place_on_the_page(benchmark):
+    run = benchmark("run")
     text = run.PAGE.read_text()
     for name in run.BENCHMARKS:
         assert f"<!-- {name} -->" in text and f"<!-- end of {name} -->" in text
-        assert (BENCHMARKS / f"{name}.py").is_file()
+        assert (run.ROOT / "benchmarks" / f"{name}.py").is_file()
 
 
-def test_a_gpu_check_keeps_what_each_part_found(module, tmp_path, monkeypatch, capsys):
+def test_a_gpu_check_keeps_what_each_part_found(benchmark, tmp_path, monkeypatch, capsys):
     """One part writes figures, one fails, one is cut off with what it has started."""
-    gpu_check = module("gpu_check")
+    gpu_check = benchmark("gpu_check")
     figures = {"benchmark": "x", "title": "Speed of x", "rows": [{"case": "x", "s": 1.5}]}
     write = f"import sys; open(sys.argv[2], 'w').write({json.dumps(figures)!r})"
     sleeps = "import subprocess; print('began', flush=True); subprocess.run(['sleep', '600'])"

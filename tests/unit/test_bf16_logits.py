@@ -30,13 +30,10 @@ def test_bf16_logits_without_a_float32_copy(tiny_tokenizer_dir, monkeypatch):
         copied = model(tokens, positions, None)  # Megatron's default
     logprobs = actor.get_inference_log_probs(tokens)
     assert copied.dtype == torch.float32
-    expected = from_parallel_logits_to_logprobs(
-        copied, tokens, True, vocab_size=actor.tokenizer.vocab_size
-    )
-    assert torch.equal(logprobs, expected)
-    assert torch.equal(
-        actor.get_init_policy_logprobs(tokens), logprobs
-    )  # step 0: the KL is exactly 0
+    own = {"vocab_size": actor.tokenizer.vocab_size}
+    assert torch.equal(logprobs, from_parallel_logits_to_logprobs(copied, tokens, True, **own))
+    # Step 0: the KL is exactly 0.
+    assert torch.equal(actor.get_init_policy_logprobs(tokens), logprobs)
 
     size = copied.nbytes // 2  # of the bf16 logits
     del copied

@@ -49,9 +49,8 @@ def test_swiglu_gives_the_bits_of_separate_operations(dtype):
 def test_rms_norm_is_that_of_pytorch():
     x, weight = random(6, 5, 24) * 3, random(24) + 1
     found = outputs_and_gradients(lambda x, w: rms_norm(x, w, 1e-5), x, weight)
-    expected = outputs_and_gradients(
-        lambda x, w: F.rms_norm(x, (24,), w, 1e-5), x.double(), weight.double()
-    )
+    pytorchs = lambda x, w: F.rms_norm(x, (24,), w, 1e-5)
+    expected = outputs_and_gradients(pytorchs, x.double(), weight.double())
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-6)
 
@@ -65,15 +64,10 @@ def test_rotation_is_that_of_megatron(dtype, width):
     original = getattr(original, "args", [original])[0]  # it may have been replaced already
     heads = random(7, 2, 3, 20, dtype=dtype)[..., :16]  # a view, as from the joint product
 
-    def ours(t):
-        return apply_rotary(original, t, freqs, mscale=1.5)
-
-    def megatrons(t):
-        return original(t, freqs, mscale=1.5)
-
+    ours = outputs_and_gradients(lambda t: apply_rotary(original, t, freqs, mscale=1.5), heads)
+    megatrons = outputs_and_gradients(lambda t: original(t, freqs, mscale=1.5), heads)
     tolerance = {} if dtype is torch.float32 else {"rtol": 2e-2, "atol": 3e-2}
-    pairs = (outputs_and_gradients(f, heads) for f in (ours, megatrons))
-    for found, expected in zip(*pairs, strict=True):
+    for found, expected in zip(ours, megatrons, strict=True):
         torch.testing.assert_close(found, expected, **tolerance)
 
 

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from nemo.utils import logging
 from omegaconf import OmegaConf
 
 from nemo_aligner.algorithms.dpo import DPOTrainer, dpo_custom_collate
@@ -23,36 +22,30 @@ from nemo_aligner.data.nlp.datasets import DPOModelDataset, KTOModelDataset
 from nemo_aligner.launch.model_loading import load_and_override_model_config, load_from_nemo
 from nemo_aligner.models.nlp.gpt.megatron_gpt_dpo_model import MegatronGPTDPOModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
-from tests import preference_jobs
+from tests import preference_jobs as jobs
 from tests.cases import some_of
 from tests.chat_forms import TEMPLATES
 from tests.oracles import trl_dpo
-from tests.preference_jobs import (
-    CHAT,
-    RESPONSES,
-    adamw,
-    assert_same_weights,
-    exported,
-    padded,
-    random_llama,
-    update,
-    write,
-)
 from tests.tiny_models import tiny_config
 from tests.trl_dpo_steps import PEERS
 from tests.unit.test_script_steps import job_configuration
 
 pytestmark = pytest.mark.slow
 
-STEPS, PAIRS, LENGTH = 20, preference_jobs.BATCH, 44
+STEPS, PAIRS, LENGTH = 20, jobs.BATCH, 44
 
 
 def records(count):
     """Pairs of ragged lengths with rewards."""
     for i in range(count):
-        sides = {"chosen": RESPONSES[i % 4], "rejected": RESPONSES[(i + 1 + i // 4 % 3) % 4]}
-        prompt = "the film" + " so" * (i % 5) + f" {i}"
-        yield {"prompt": prompt, **sides, "chosen_reward": 0.5 * (i % 3)}
+        pair = {"prompt": "the film" + " so" * (i % 5) + f" {i}", "chosen": jobs.RESPONSES[i % 4]}
+        pair["rejected"] = jobs.RESPONSES[(i + 1 + i // 4 % 3) % 4]
+        yield {**pair, "chosen_reward": 0.5 * (i % 3)}
+
+
+def data_of(tokenizer, folder, given, settings=None, length=LENGTH):
+    path = jobs.write(folder / "pairs.jsonl", given)
+    return DPOModelDataset([path], tokenizer, length, settings)
 
 
 # --- the data set
@@ -62,12 +55,9 @@ def test_items_are_the_tokens_of_the_texts_with_masks_of_the_responses(tiny_toke
     given = list(records(6))
     given[1]["chosen_response"] = given[1].pop("chosen")  # NeMo-Aligner's names
     given[1]["rejected_response"] = given[1].pop("rejected")
-    path = write(tmp_path / "pairs.jsonl", given)
-    settings = {"append_eod": True, "default_chosen_reward": 3.0}
-    data = DPOModelDataset([path], tiny_tokenizer, LENGTH, settings)
     del given[2]["chosen_reward"]
-    write(tmp_path / "pairs.jsonl", given)
-    data = DPOModelDataset([path], tiny_tokenizer, LENGTH, settings)
+    settings = {"append_eod": True, "default_chosen_reward": 3.0}
+    data = data_of(tiny_tokenizer, tmp_path, given, settings)
     for item, record in zip(data, records(6), strict=True):
         for name in ("chosen", "rejected"):
             # The tokenizer makes no token of two words.
@@ -90,11 +80,10 @@ def test_only_the_last_response_of_a_conversation_counts(tiny_tokenizer, tmp_pat
     said = {"chosen": "a dull one", "rejected": "a warm one"}
     pair = {side: [{"role": "assistant", "content": text}] for side, text in said.items()}
     template = tmp_path / "template.jinja"
-    template.write_text(CHAT)
-    path = write(tmp_path / "chat.jsonl", [{"prompt": prompt, **pair}])
-    data = DPOModelDataset([path], tiny_tokenizer, 90, {"chat_template": str(template)})
-    item = data[0]
-    for name, response in (("chosen", "a dull one"), ("rejected", "a warm one")):
+    template.write_text(jobs.CHAT)
+    chat = {"chat_template": str(template)}
+    item = data_of(tiny_tokenizer, tmp_path, [{"prompt": prompt, **pair}], chat, 90)[0]
+    for name, response in said.items():
         counted = item[name][item[f"{name}_mask"].bool()].tolist()
         assert tiny_tokenizer.ids_to_text(counted[:-1]).strip() == response
         assert counted[-1] == tiny_tokenizer.eos_id
@@ -123,7 +112,7 @@ BAD_LINES = [
 @pytest.mark.parametrize(("kind", "whole", "changes", "message"), BAD_LINES)
 def test_lines_without_items_are_named(tiny_tokenizer, tmp_path, kind, whole, changes, message):
     line = {key: value for key, value in {**whole, **changes}.items() if value is not None}
-    path = write(tmp_path / "items.jsonl", [whole if changes else PAIR, line])
+    path = jobs.write(tmp_path / "items.jsonl", [whole if changes else PAIR, line])
     with pytest.raises(UserError, match=f"(?s)line 2.*{message}"):
         kind([path], tiny_tokenizer, LENGTH)
 
@@ -136,11 +125,10 @@ def test_pairs_of_the_same_tokens_are_named(tiny_tokenizer, tmp_path):
         "{% if add_generation_prompt %}assistant: {% endif %}"
     )
     record = {"prompt": "a", "chosen": "Yes", "rejected": "Yes "}
-    path = write(tmp_path / "pairs.jsonl", [{**record, "rejected": "No"}, record])
-    chat = {"chat_template": str(template)}
+    given = tiny_tokenizer, tmp_path, [{**record, "rejected": "No"}, record]
     with pytest.raises(UserError, match="(?s)line 2.*have the same tokens .* nothing to prefer"):
-        DPOModelDataset([path], tiny_tokenizer, LENGTH, chat)
-    assert len(DPOModelDataset([path], tiny_tokenizer, LENGTH)) == 2  # as texts they differ
+        data_of(*given, {"chat_template": str(template)})
+    assert len(data_of(*given)) == 2  # as texts they differ
 
 
 def test_a_conversation_that_begins_with_the_other_is_no_pair(tiny_tokenizer, tmp_path):
@@ -151,20 +139,26 @@ def test_a_conversation_that_begins_with_the_other_is_no_pair(tiny_tokenizer, tm
         ({"chosen": chosen, "rejected": longer}, "'chosen' is the beginning of 'rejected'"),
         ({"chosen": longer, "rejected": "a joy"}, "'rejected' is the beginning of 'chosen'"),
     ):
-        path = write(tmp_path / "pairs.jsonl", [{"prompt": "a", **sides}])
         with pytest.raises(UserError, match=f"(?s)line 1.*{words}"):
-            DPOModelDataset([path], tiny_tokenizer, LENGTH, chat)
+            data_of(tiny_tokenizer, tmp_path, [{"prompt": "a", **sides}], chat)
 
 
 # --- training
 
 
 def job(**dpo):
-    return preference_jobs.job_of("dpo", **{"ref_policy_kl_penalty": 0.3, **dpo})
+    return jobs.job_of("dpo", **{"ref_policy_kl_penalty": 0.3, **dpo})
+
+
+def tiny_policy(tokenizer_dir, **dpo):
+    """A policy that is its reference."""
+    model = MegatronGPTDPOModel(OmegaConf.merge(tiny_config(tokenizer_dir), job(**dpo)))
+    model.set_reference_policy()
+    return model
 
 
 def trainer_of(model, data, **settings):
-    return preference_jobs.trainer_of(DPOTrainer, model, data, STEPS, **settings)
+    return jobs.trainer_of(DPOTrainer, model, data, STEPS, **settings)
 
 
 def steps_of_trl(hf, given, tokenizer, loss_type, average, sft_weight):
@@ -172,7 +166,7 @@ def steps_of_trl(hf, given, tokenizer, loss_type, average, sft_weight):
     loss, PyTorch's optimizer.
     """
     trl = trl_dpo(beta=0.3, label_smoothing=0.0, loss_type=loss_type)
-    reference, optimizer = copy.deepcopy(hf), adamw(hf)
+    reference, optimizer = copy.deepcopy(hf), jobs.adamw(hf)
     losses, margins = [], []
     for step in range(STEPS):
         batch = given[step * PAIRS : (step + 1) * PAIRS]
@@ -182,7 +176,7 @@ def steps_of_trl(hf, given, tokenizer, loss_type, average, sft_weight):
                 prompt = tokenizer.text_to_ids(record["prompt"])
                 rows.append(tokenizer.text_to_ids(record["prompt"] + record[name]))
                 labels.append([-100] * len(prompt) + rows[-1][len(prompt) :])
-        tokens, labels = padded(rows, labels)
+        tokens, labels = jobs.padded(rows, labels)
 
         def logps(model, tokens=tokens, labels=labels):
             sums, counts = trl.get_batch_logps(model(tokens).logits, labels)
@@ -193,22 +187,26 @@ def steps_of_trl(hf, given, tokenizer, loss_type, average, sft_weight):
         policy = logps(hf)
         terms, chosen, rejected = trl.dpo_loss(*policy, *before)
         loss = terms.mean() - sft_weight * policy[0].mean()
-        update(hf, optimizer, loss)
+        jobs.update(hf, optimizer, loss)
         losses.append(loss.item())
         margins.append((chosen - rejected).mean().item() / 0.3)
     return losses, margins
 
 
-def trained(hf_folder, data, tmp_path, **dpo):
-    """Metrics of `STEPS` updates of the model in `hf_folder`, and its weights as transformers
-    reads them.
+def check_against(losses, margins, weights, hf_folder, data, tmp_path, **dpo):
+    """`STEPS` updates of the model in `hf_folder` have the losses and margins, and end at the
+    weights, as transformers reads them. Returns their metrics.
     """
     cfg = job(**dpo, log_prob_forward_micro_batch_size=1)
     model = load_from_nemo(MegatronGPTDPOModel, cfg, None, restore_path=hf_folder)
     model.set_reference_policy()
     trainer, log = trainer_of(model, data)
     trainer.fit()
-    return log, exported(trainer, tmp_path / "run", "dpo")
+    assert [metrics["loss"] for metrics in log] == pytest.approx(losses, abs=1e-4)
+    assert [metrics["margin"] for metrics in log] == pytest.approx(margins, abs=1e-3)
+    assert max(map(abs, margins)) > 0.2  # the policy has left its reference
+    jobs.assert_same_weights(jobs.exported(trainer, tmp_path / "run", "dpo"), dict(weights))
+    return log
 
 
 @some_of(
@@ -218,30 +216,21 @@ def trained(hf_folder, data, tmp_path, **dpo):
 def test_twenty_steps_end_at_the_weights_of_trl(
     write_folder, tiny_tokenizer, tmp_path, preference_loss, loss_type, average, sft_weight
 ):
-    hf = random_llama()
-    given = list(records(STEPS * PAIRS))
-    path = write(tmp_path / "pairs.jsonl", given)
-    data = DPOModelDataset([path], tiny_tokenizer, LENGTH)
+    hf, given = jobs.random_llama(), list(records(STEPS * PAIRS))
+    folder, data = write_folder(hf), data_of(tiny_tokenizer, tmp_path, given)
     dpo = {"preference_loss": preference_loss, "preference_average_log_probs": average}
     dpo["sft_loss_weight"] = sft_weight
-    log, ours = trained(write_folder(hf), data, tmp_path, **dpo)
-
-    losses, margins = steps_of_trl(hf, given, tiny_tokenizer, loss_type, average, sft_weight)
-    assert [metrics["loss"] for metrics in log] == pytest.approx(losses, abs=1e-4)
-    assert [metrics["margin"] for metrics in log] == pytest.approx(margins, abs=1e-3)
+    numbers = steps_of_trl(hf, given, tiny_tokenizer, loss_type, average, sft_weight)
+    log = check_against(*numbers, hf.named_parameters(), folder, data, tmp_path, **dpo)
     if preference_loss == "dpo":
         assert log[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
-    assert max(map(abs, margins)) > 0.2  # the policy has left its reference
-    assert_same_weights(ours, dict(hf.named_parameters()))
 
 
 @pytest.mark.parametrize("asked", ["", "dropout", "none", "adapters"])
 def test_a_stored_dropout_is_off_unless_it_is_asked_for(
-    tiny_tokenizer_dir, tiny_tokenizer, tmp_path, monkeypatch, asked
+    tiny_tokenizer_dir, tiny_tokenizer, tmp_path, lines, asked
 ):
-    said, base = [], tmp_path / "base"
-    for level in ("info", "warning"):
-        monkeypatch.setattr(logging, level, lambda text, *_: said.append(text))
+    base = tmp_path / "base"
     dropout = {"hidden_dropout": 0.1, "attention_dropout": 0.2}
     zero = dict.fromkeys(dropout, 0)
     MegatronGPTModel(tiny_config(tiny_tokenizer_dir, **dropout)).save_to(f"{base}/")
@@ -250,21 +239,20 @@ def test_a_stored_dropout_is_off_unless_it_is_asked_for(
     none = {"model.hidden_dropout": 0, "model.attention_dropout": 0.0}
     lora = {"model.peft.peft_scheme": "lora", "model.peft.lora_tuning": tuning}
     changes = {"": {}, "dropout": {"model.hidden_dropout": 0.1}, "none": none, "adapters": lora}
-    changes = changes[asked]
-    cfg = job_configuration("gpt_dpo", base, **sizes, **changes)
+    cfg = job_configuration("gpt_dpo", base, **sizes, **changes[asked])
     cfg.model = load_and_override_model_config(base, cfg.model)
     model = load_from_nemo(MegatronGPTDPOModel, cfg.model, None, restore_path=base)
     model.init_peft(cfg.model.peft)
     model.set_reference_policy()
-    data = DPOModelDataset([write(tmp_path / "p.jsonl", records(PAIRS))], tiny_tokenizer, LENGTH)
+    data = data_of(tiny_tokenizer, tmp_path, records(PAIRS))
     trainer, log = trainer_of(model, data, max_steps=1)
     trainer.fit()
     assert (log[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)) == (asked in ("", "none"))
     off = "(attention_dropout=0.2)" if asked == "dropout" else "(hidden_dropout=0.1, attention"
-    assert sum("is off in this job" in line and off in line for line in said) == (asked != "none")
+    assert sum("is off in this job" in line and off in line for line in lines) == (asked != "none")
     # Of a policy that starts from other weights than its reference, a line says so before.
-    assert sum("first_rewards is" in line for line in said) == (asked == "dropout")
-    told = sum("the reference policy is the base" in line for line in said)
+    assert sum("first_rewards is" in line for line in lines) == (asked == "dropout")
+    told = sum("the reference policy is the base" in line for line in lines)
     assert told == (asked == "adapters")
     model.save_config_to(tmp_path)
     stored = OmegaConf.load(tmp_path / "model_config.yaml")
@@ -279,38 +267,28 @@ def test_twenty_steps_end_at_the_weights_of_trls_trainer(
     """TRL's data preparation, collator, loss, optimizer and loop, none of it ours."""
     if not (PEERS / "trl").is_dir():
         pytest.skip(f"{PEERS} has no trl; `make test-full` installs it")
-    folder = write_folder(random_llama())
-    path = write(tmp_path / "pairs.jsonl", records(STEPS * PAIRS))
-    given = {"model": folder, "tokenizer": tiny_tokenizer_dir, "pairs": path}
+    folder = write_folder(jobs.random_llama())
+    data = data_of(tiny_tokenizer, tmp_path, records(STEPS * PAIRS), {"append_eod": True})
+    given = {"model": folder, "tokenizer": tiny_tokenizer_dir, "pairs": tmp_path / "pairs.jsonl"}
     given |= {"output": tmp_path / "trl", "steps": STEPS, "batch": PAIRS, "loss": "sigmoid"}
     arguments = [str(part) for name, value in given.items() for part in (f"--{name}", value)]
     command = [sys.executable, "-m", "tests.trl_dpo_steps", *arguments]
     subprocess.run(command, cwd=Path(__file__).parents[2], check=True, timeout=300)
-    data = DPOModelDataset([path], tiny_tokenizer, LENGTH, {"append_eod": True})
-    log, ours = trained(folder, data, tmp_path)
-
     written = json.loads((tmp_path / "trl" / "log.json").read_text())
-    theirs = written["steps"]
-    assert written["trl"] == "0.29.1" and len(theirs) == len(log) == STEPS
-    losses = [step["loss"] for step in theirs]
-    assert [metrics["loss"] for metrics in log] == pytest.approx(losses, abs=1e-4)
-    margins = [step["rewards/margins"] / 0.3 for step in theirs]
-    assert [metrics["margin"] for metrics in log] == pytest.approx(margins, abs=1e-3)
-    assert max(map(abs, margins)) > 0.2
+    assert written["trl"] == "0.29.1" and len(written["steps"]) == STEPS
+    losses = [step["loss"] for step in written["steps"]]
+    margins = [step["rewards/margins"] / 0.3 for step in written["steps"]]
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "trl")
-    assert_same_weights(ours, dict(model.named_parameters()))
+    check_against(losses, margins, model.named_parameters(), folder, data, tmp_path)
 
 
 def test_rewards_of_the_data_train_rpo(tiny_tokenizer_dir, tiny_tokenizer, tmp_path):
     """The implicit rewards move toward the gap that the data give."""
     gap = 2.0
     given = [{**r, "chosen_reward": gap, "rejected_reward": 0.0} for r in records(STEPS * PAIRS)]
-    data = DPOModelDataset([write(tmp_path / "p.jsonl", given)], tiny_tokenizer, LENGTH)
+    data = data_of(tiny_tokenizer, tmp_path, given)
     for name in ("rpo_sq", "rpo_bwd_kl", "rpo_fwd_kl"):
-        cfg = tiny_config(tiny_tokenizer_dir)
-        cfg = OmegaConf.merge(cfg, job(preference_loss=name, gt_reward_scale=0.5))
-        model = MegatronGPTDPOModel(cfg)
-        model.set_reference_policy()
+        model = tiny_policy(tiny_tokenizer_dir, preference_loss=name, gt_reward_scale=0.5)
         trainer, log = trainer_of(model, data)
         trainer.fit()
         losses = [metrics["preference_loss"] for metrics in log]
@@ -321,7 +299,7 @@ def test_rewards_of_the_data_train_rpo(tiny_tokenizer_dir, tiny_tokenizer, tmp_p
 
 def test_a_batch_needs_its_reference(tiny_tokenizer_dir, tiny_tokenizer, tmp_path):
     model = MegatronGPTDPOModel(OmegaConf.merge(tiny_config(tiny_tokenizer_dir), job()))
-    data = DPOModelDataset([write(tmp_path / "p.jsonl", records(4))], tiny_tokenizer, LENGTH)
+    data = data_of(tiny_tokenizer, tmp_path, records(4))
     batch = dpo_custom_collate([data[i] for i in range(4)], eos_id=1)
     with pytest.raises(UserError, match="set_reference_policy"):
         model.get_ref_policy_logprobs(batch)
@@ -334,11 +312,8 @@ def test_a_batch_needs_its_reference(tiny_tokenizer_dir, tiny_tokenizer, tmp_pat
 @pytest.mark.parametrize("average", [False, True], ids=["sums", "means"])
 def test_an_alarm_when_both_become_unlikely(tiny_tokenizer_dir, tiny_tokenizer, tmp_path, average):
     """The threshold is in nats per response, whatever the rewards are."""
-    settings = job(preference_average_log_probs=average)
-    model = MegatronGPTDPOModel(OmegaConf.merge(tiny_config(tiny_tokenizer_dir), settings))
-    model.set_reference_policy()
-    given = list(records(3 * PAIRS))
-    data = DPOModelDataset([write(tmp_path / "p.jsonl", given)], tiny_tokenizer, LENGTH)
+    model = tiny_policy(tiny_tokenizer_dir, preference_average_log_probs=average)
+    data = data_of(tiny_tokenizer, tmp_path, records(3 * PAIRS))
     trainer, log = trainer_of(model, data, alarms={"likelihood_fall": 0.5, "first_rewards": None})
     said = []
     trainer.alarms._warn = said.append

@@ -4,7 +4,6 @@
 reward that is the same for all responses to some prompts."""
 
 import functools
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,8 +12,13 @@ from nemo_aligner.algorithms.dynamic_sampling import DrawnPrompts
 from nemo_aligner.algorithms.rollouts import PPORolloutBatch
 from nemo_aligner.core.types import Scores
 from nemo_aligner.data.nlp.samplers import MegatronPretrainingRandomSampler
-from nemo_aligner.parallel import parallel_state
-from tests.ppo_fakes import NUM_PROMPTS, FakeRewards, Prompts, fit_until_stopped, make_trainer
+from tests.ppo_fakes import (
+    NUM_PROMPTS,
+    FakeRewards,
+    dataloader_builder,
+    fit_until_stopped,
+    make_trainer,
+)
 
 
 class DullRewards(FakeRewards):
@@ -31,18 +35,11 @@ class DullRewards(FakeRewards):
         return future
 
 
-def random_loader(global_batch_size, consumed_samples):
-    rank = parallel_state.get_data_parallel_rank()
-    sizes = NUM_PROMPTS, consumed_samples, 2, rank, parallel_state.get_data_parallel_world_size()
-    own = {"global_batch_size": global_batch_size, "seed": 3}
-    sampler = MegatronPretrainingRandomSampler(*sizes, **own)
-    return SimpleNamespace(batch_sampler=sampler, dataset=Prompts())
-
-
 def make(rounds, dull=DullRewards.dull, **changes):
     settings = dict(advantage_estimator="grpo", num_rollouts_per_prompt=3)
     settings |= dict(initial_policy_kl_penalty=0.0, dynamic_sampling_rounds=rounds)
-    settings["builder"] = functools.partial(random_loader, 8)
+    in_random_order = {"cls": MegatronPretrainingRandomSampler}
+    settings["builder"] = functools.partial(dataloader_builder, 8, **in_random_order)
     trainer = make_trainer(**settings | changes)
     rewards = DullRewards(trainer.events)
     rewards.dull = dull
@@ -101,20 +98,22 @@ def test_a_resumed_run_draws_the_same():
     assert trained_on(second, slice(0, 6)) == trained_on(whole, slice(6, 12))
 
 
+def rollout_of(idx, **more):
+    tokens, lengths = torch.ones(len(idx), 3, dtype=torch.int64), torch.full_like(idx, 3)
+    rollout = {"response_tokens": tokens, "response_lengths": lengths, "idx": idx}
+    return PPORolloutBatch(rollout | {"prompt_lengths": torch.ones_like(idx)} | more)
+
+
 def test_choice_is_that_of_a_loop_over_the_rounds():
     generator = torch.Generator().manual_seed(0)
     for trial in range(30):
         wanted, responses = 4, 2
         drawn = DrawnPrompts(wanted, responses, (1, trial), 0)
-        candidates, spare, full = [], [], False
+        candidates, spare = [], []
         for number in range(3):
             idx = torch.randperm(10, generator=generator)[:wanted].sort().values
             rewards = torch.randint(0, 2, (wanted * responses,), generator=generator).float()
-            full = functools.partial(torch.full, (wanted * responses,))
-            rollout = {"response_tokens": torch.ones(wanted * responses, 3, dtype=torch.int64)}
-            rollout |= {"response_lengths": full(3), "prompt_lengths": full(1)}
-            rollout["idx"] = idx.repeat_interleave(responses)
-            drawn.add(PPORolloutBatch(rollout), Scores(rewards))
+            drawn.add(rollout_of(idx.repeat_interleave(responses)), Scores(rewards))
             differ = [bool(a != b) for a, b in rewards.view(-1, 2)]
             seen = {number for number, _ in candidates + spare}
             fresh = [(n, i) for i, n in enumerate(idx.tolist()) if n not in seen]
@@ -136,9 +135,7 @@ def test_choice_is_that_of_a_loop_over_the_rounds():
 
 def test_prompts_that_cannot_be_used_have_no_signal():
     rewards = torch.tensor([1.0, 0.0, 1.0, 0.0, 1.0, 1.0])
-    rollout = {"response_tokens": torch.ones(6, 3, dtype=torch.int64), "idx": torch.arange(6) // 2}
-    rollout |= {"response_lengths": torch.full((6,), 3), "prompt_lengths": torch.full((6,), 1)}
-    rollout["loss_multiplier"] = torch.tensor([1.0, 1.0, 0.0, 1.0, 0.0, 0.0])
+    usable = torch.tensor([1.0, 1.0, 0.0, 1.0, 0.0, 0.0])
     drawn = DrawnPrompts(3, 2, (1, 0), 0)
-    drawn.add(PPORolloutBatch(rollout), Scores(rewards))
+    drawn.add(rollout_of(torch.arange(6) // 2, loss_multiplier=usable), Scores(rewards))
     assert drawn.differ == [True, False, False]

@@ -1,7 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Mixtures of experts in one process: against a naive loop over tokens; the losses that balance
-experts; and combinations that are refused. test_hugging_face_models.py has Mixtral.
+"""Mixtures of experts in one process: the losses that balance experts, and combinations that are
+refused. Those of transformers are in test_hugging_face_models.py and test_peft_folders.py.
 """
 
 import pytest
@@ -13,7 +13,6 @@ from nemo_aligner.config.defaults import complete_model
 from nemo_aligner.core.errors import ConfigError
 from nemo_aligner.models.nlp.gpt.megatron_config import build_transformer_config
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
-from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.megatron_switches import take_balance_table
 from nemo_aligner.training.megatron_steps import forward_backward, forward_collect
 from tests.tiny_models import tiny_config
@@ -21,8 +20,8 @@ from tests.tiny_models import tiny_config
 pytestmark = pytest.mark.slow
 
 TOKENS = torch.tensor([[5, 9, 200, 31, 7, 8, 11, 250], [3, 3, 17, 90, 121, 60, 2, 1]])
-EXPERTS, FFN = 4, 24
-MOE = {"num_moe_experts": EXPERTS, "moe_ffn_hidden_size": FFN, "init_method_std": 0.3}
+EXPERTS = 4
+MOE = {"num_moe_experts": EXPERTS, "moe_ffn_hidden_size": 24, "init_method_std": 0.3}
 
 
 @pytest.fixture(autouse=True)
@@ -36,35 +35,6 @@ def logits_of(model):
     return forward_collect(
         model.model, {"tokens": TOKENS}, micro_batch_size=2, output_fn=lambda output, _: output
     )
-
-
-@pytest.mark.parametrize("top_k, pre_softmax", [(1, True), (2, True), (3, False)])
-def test_layer_equals_a_loop_over_tokens(tiny_tokenizer_dir, top_k, pre_softmax):
-    router = {"moe_router_topk": top_k, "moe_router_pre_softmax": pre_softmax}
-    model = MegatronGPTModel(tiny_config(tiny_tokenizer_dir, "gpt2", **MOE, **router))
-    layer = model.unwrapped()[0].decoder.layers[0].mlp
-    with torch.no_grad():
-        for parameter in layer.parameters():
-            parameter.normal_(std=0.5)
-        hidden = torch.randn(3, 2, 32)
-        output, bias = layer(hidden)
-        assert bias is None
-        for s in range(3):
-            for b in range(2):
-                x = hidden[s, b]
-                scores = (layer.router.weight @ x + layer.router.bias).tolist()
-                chosen = sorted(range(EXPERTS), key=lambda e: -scores[e])[:top_k]
-                among = range(EXPERTS) if pre_softmax else chosen
-                total = sum(torch.tensor(scores[e]).exp() for e in among)
-                expected = torch.zeros(32)
-                for e in chosen:
-                    expert = layer.experts.local_experts[e]
-                    inner = torch.nn.functional.gelu(
-                        expert.linear_fc1.weight @ x + expert.linear_fc1.bias
-                    )
-                    out = expert.linear_fc2.weight @ inner + expert.linear_fc2.bias
-                    expected += torch.tensor(scores[e]).exp() / total * out
-                torch.testing.assert_close(output[s, b], expected, atol=1e-4, rtol=1e-4)
 
 
 def test_router_computes_in_float32(tiny_tokenizer_dir):
@@ -116,19 +86,16 @@ def test_balance_losses_are_metrics(tiny_tokenizer_dir, layers):
     cfg = tiny_config(tiny_tokenizer_dir, **MOE, **layout, **losses)
     model = MegatronGPTModel(cfg)
     model.setup_megatron_optimization(max_steps=1)
-    seen = []
-    model.unwrapped()[0].decoder.layers[-1].mlp.register_forward_hook(
-        lambda layer, inputs, _: seen.append(
-            layer.router.gating(inputs[0]).detach().reshape(-1, EXPERTS)
-        )
-    )
+    seen, layer = [], model.unwrapped()[0].decoder.layers[-1].mlp
+    scores = lambda layer, inputs, _: seen.append(layer.router.gating(inputs[0]).detach())
+    layer.register_forward_hook(scores)
     for _ in range(2):  # the second pass starts from nothing
         model.prepare_for_training_step()
         nothing = lambda logits, _: (logits.sum() * 0, {"loss": logits.sum() * 0})
         options = {"micro_batch_size": 1, "loss_fn": nothing}
         metrics, _ = forward_backward(model.model, {"tokens": TOKENS}, **options)
     balance, z_loss = 0.0, 0.0
-    for logits in seen[-2:]:
+    for logits in (scores.reshape(-1, EXPERTS) for scores in seen[-2:]):
         share = torch.zeros_like(logits).scatter(1, logits.topk(2).indices, 1.0).mean(0) / 2
         balance += EXPERTS * float(share @ logits.softmax(-1).mean(0)) / 2
         z_loss += float(logits.logsumexp(-1).square().mean()) / 2
@@ -169,12 +136,6 @@ def test_refused_combinations(tiny_tokenizer_dir, keys, message):
         build_transformer_config(complete_model(cfg))
 
 
-def test_more_expert_ranks_than_ranks_are_refused():
-    said = "model.expert_model_parallel_size=2 does not divide the 1 data-parallel"
-    with pytest.raises(ConfigError, match=said):
-        parallel_state.initialize(expert_model_parallel_size=2)
-
-
 def test_the_former_name_of_the_norm_before_experts_loads(tiny_tokenizer_dir, tmp_path):
     """Without Transformer Engine it once was stored as the norm before an MLP."""
     cfg = tiny_config(tiny_tokenizer_dir, num_moe_experts=2)
@@ -186,7 +147,6 @@ def test_the_former_name_of_the_norm_before_experts_loads(tiny_tokenizer_dir, tm
             item.key = item.key.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
     nemo_archive.write_nemo(tmp_path / "former", source.cfg, sharded, as_directory=True)
     restored = MegatronGPTModel.restore_from(str(tmp_path / "former"))
-    for (name, weight), (_, expected) in zip(
-        restored._named_weights(), source._named_weights(), strict=True
-    ):
+    pairs = zip(restored._named_weights(), source._named_weights(), strict=True)
+    for (name, weight), (_, expected) in pairs:
         assert torch.equal(weight, expected), name

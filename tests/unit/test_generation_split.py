@@ -45,8 +45,5 @@ def test_checksums_of_shards_sum_to_that_of_the_whole(dim, parts, dtype):
     shards = [torch.cat([piece[rank] for piece in pieces], dim) for rank in range(2)]
     sums = [checksum_of_shard(shard, dim, parts, rank, 2) for rank, shard in enumerate(shards)]
     assert int(sum(sums)) == int(checksum_of_shard(whole, dim, parts))
-    swapped = whole.clone()
-    swapped[0], swapped[1] = whole[1], whole[0]
-    assert int(checksum_of_shard(swapped, dim, parts)) != int(checksum_of_shard(whole, dim, parts))
     shards[1].view(torch.int16)[2, 3] ^= 1
     assert int(checksum_of_shard(shards[1], dim, parts, 1, 2)) != int(sums[1])

@@ -36,19 +36,15 @@ def run(tmp_path, code: str, visible: str) -> str:
 
 
 HIDE = "from nemo_aligner.parallel.environment import hide_gpus; hide_gpus()"
+IMPORT, HIDDEN = "import nemo_aligner", "[False, False, 'refused']"
+HIDING = [(IMPORT, value, f"{HIDDEN} {value}") for value in ("", "-1,0", "NoDevFiles")]
 
 
 @pytest.mark.parametrize(
-    "code, visible",
-    [("import nemo_aligner", hidden) for hidden in ("", "-1,0", "NoDevFiles")] + [(HIDE, "0")],
+    "code, visible, said", [*HIDING, (HIDE, "0", f"{HIDDEN} "), (IMPORT, "0", "[True, True] 0")]
 )
-def test_packages_that_need_a_gpu_are_not_found_where_it_is_hidden(tmp_path, code, visible):
-    seen = "" if code == HIDE else visible
-    assert run(tmp_path, code, visible) == f"[False, False, 'refused'] {seen}\n"
-
-
-def test_they_are_found_where_it_is_not(tmp_path):
-    assert run(tmp_path, "import nemo_aligner", "0") == "[True, True] 0\n"
+def test_packages_that_need_a_gpu_are_found_only_where_it_is_seen(tmp_path, code, visible, said):
+    assert run(tmp_path, code, visible) == f"{said}\n"
 
 
 def test_a_script_hides_them_before_anything_else(tmp_path):

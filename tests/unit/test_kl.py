@@ -1,7 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""KL estimators summed over a whole vocabulary, where their expectations are exact; the
-controllers by hand.
+"""KL estimators by hand, and controllers. test_oracles.py has those of other libraries, and
+test_kl_optimum.py gradients.
 """
 
 import math
@@ -48,23 +48,9 @@ def test_k3_of_a_token_that_the_policy_forgot_stays_finite():
     assert torch.autograd.grad(k3, forgotten)[0].tolist() == [1.0]
 
 
-def test_adaptive_controller_by_hand():
-    controller = AdaptiveKLController(init_kl_coef=0.2, target=6.0, horizon=10000)
-    assert controller.value == 0.2
-    # e = 6.6 / 6 - 1 = 0.1, n / horizon = 0.0256
-    assert controller.update(6.6, 256) == pytest.approx(0.2 * (1 + 0.1 * 0.0256))
-    before = controller.value
-    assert controller.update(600.0, 256) == pytest.approx(
-        before * (1 + 0.2 * 0.0256)
-    )  # kept within 0.2
-    before = controller.value
-    assert controller.update(-3.0, 256) == pytest.approx(before * (1 - 0.2 * 0.0256))
-    before = controller.value
-    assert controller.update(6.0, 256) == before
-
-
 def test_controllers_resume():
     controller = AdaptiveKLController(0.2, 6.0, 10000)
+    assert controller.value == 0.2
     controller.update(9.0, 512)
     again = AdaptiveKLController(0.2, 6.0, 10000)
     again.load_state_dict(controller.state_dict())

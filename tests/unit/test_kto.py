@@ -1,6 +1,6 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The loss of KTO: a naive loop, numbers by hand and invariances. test_oracle_losses.py has the
+"""The loss of KTO: plain arithmetic and invariances. test_oracle_losses.py has the
 other libraries, test_kto_model.py data set and training.
 """
 
@@ -29,23 +29,19 @@ def batch(seed: int = 0):
     return logprobs, ref_logprobs, mask, valid
 
 
+def totals(values, mask, average):
+    """[SAMPLES], one token after the other."""
+    rows = [values[row][mask[row] > 0] for row in range(SAMPLES)]
+    return torch.stack([sum(row) / (len(row) if average else 1) for row in rows])
+
+
 def naive(logprobs, ref_logprobs, mask, valid, point, average, sft_average):
-    """The mean over the samples that count, one token after the other."""
-
-    def total(row, values, mean):
-        terms = [values[row, t] for t in range(WIDTH) if mask[row, t]]
-        return sum(terms) / len(terms) if mean else sum(terms)
-
-    losses = []
-    for row in range(SAMPLES):
-        if not valid[row]:
-            continue
-        r = total(row, logprobs, average) - total(row, ref_logprobs, average)
-        x = BETA * (r - point) if DESIRABLE[row] else BETA * (point - r)
-        loss = (1.3 if DESIRABLE[row] else 0.7) * (1 - 1 / (1 + torch.exp(-x)))
-        likelihood = total(row, logprobs, sft_average) if DESIRABLE[row] else 0.0
-        losses.append(0.8 * loss - 0.3 * likelihood)
-    return sum(losses) / len(losses)
+    """The mean over the samples that count."""
+    ratios = totals(logprobs, mask, average) - totals(ref_logprobs, mask, average)
+    x = BETA * (ratios - point) * (2 * DESIRABLE - 1)
+    losses = torch.where(DESIRABLE > 0, 1.3, 0.7) * (1 - 1 / (1 + torch.exp(-x)))
+    likelihood = DESIRABLE * totals(logprobs, mask, sft_average)
+    return (0.8 * losses - 0.3 * likelihood)[valid > 0].mean()
 
 
 SETTINGS = dict(beta=BETA, desirable_loss_weight=1.3, undesirable_loss_weight=0.7)
@@ -54,7 +50,7 @@ SETTINGS |= dict(preference_loss_weight=0.8, sft_loss_weight=0.3)
 
 @pytest.mark.parametrize("average", [False, True])
 @pytest.mark.parametrize("point", [0.0, 1.7])
-def test_loss_and_gradient_are_those_of_a_naive_loop(average, point):
+def test_loss_and_gradient_are_those_of_plain_arithmetic(average, point):
     logprobs, ref_logprobs, mask, valid = batch()
     theirs = logprobs.clone().requires_grad_()
     expected = naive(theirs, ref_logprobs, mask, valid, point, average, not average)
@@ -85,27 +81,23 @@ def test_parts_of_a_batch_sum_to_the_batch_and_statistics_are_means_of_each_kind
         columns = {name: column[rows] for name, column in columns.items()}
         return kto_loss(**columns, reference_point=torch.tensor(0.5), **SETTINGS)[1]
 
-    whole, parts = numbers(list(range(SAMPLES))), [numbers([6]), numbers([2, 0]), numbers([1, 3])]
-    parts.append(numbers([5, 4]))
+    whole = numbers(list(range(SAMPLES)))
+    parts = [numbers(rows) for rows in ([6], [2, 0], [1, 3], [5, 4])]
     for name, value in whole.items():
         assert sum(part[name] for part in parts).item() == pytest.approx(value.item(), rel=1e-5)
 
     found = kto_statistics({name: value.item() for name, value in whole.items()})
-    ratios = ((logprobs - ref_logprobs) * mask).sum(1)
-    kinds = {"chosen": [0, 4], "rejected": [1, 2, 5, 6]}
-    for kind, rows in kinds.items():
-        assert found[f"rewards_{kind}_mean"] == pytest.approx(ratios[rows].mean().item(), rel=1e-5)
-        logps = (logprobs * mask).sum(1)[rows].mean().item()
-        assert found[f"logprobs_{kind}_mean"] == pytest.approx(logps, rel=1e-5)
+    totals = {"logprobs": (logprobs * mask).sum(1)}
+    totals["rewards"] = ratios = totals["logprobs"] - (ref_logprobs * mask).sum(1)
     rest = [0, 1, 2, 4, 5, 6]
-    assert found["rewards_all_mean"] == pytest.approx(ratios[rest].mean().item(), rel=1e-5)
-    std = ratios[rest].std(correction=0).item()
-    assert found["rewards_all_std"] == pytest.approx(std, rel=1e-5)
-    sides = [ratios[row] > 0.5 if DESIRABLE[row] else ratios[row] < 0.5 for row in rest]
-    assert found["acc"] == pytest.approx(sum(sides) / len(rest))
-    margin = found["rewards_chosen_mean"] - found["rewards_rejected_mean"]
-    assert found["rewards_margin"] == pytest.approx(margin)
-    assert found["desirable_fraction"] == pytest.approx(2 / 6)
+    expected = {"rewards_all_mean": ratios[rest].mean(), "desirable_fraction": 2 / 6}
+    for kind, rows in {"chosen": [0, 4], "rejected": [1, 2, 5, 6]}.items():
+        expected |= {f"{name}_{kind}_mean": each[rows].mean() for name, each in totals.items()}
+    expected["rewards_all_std"] = ratios[rest].std(correction=0)
+    expected["acc"] = ((ratios > 0.5) == (DESIRABLE > 0))[rest].double().mean()
+    margin = expected["rewards_chosen_mean"] - expected["rewards_rejected_mean"]
+    for name, value in (expected | {"rewards_margin": margin}).items():
+        assert found[name] == pytest.approx(float(value), rel=1e-5), name
 
 
 def test_a_sample_far_from_the_point_keeps_a_gradient():

@@ -16,34 +16,26 @@ from nemo_aligner.core.errors import UserError
 from nemo_aligner.data.nlp.datasets import KTOModelDataset
 from nemo_aligner.launch.model_loading import load_from_nemo
 from nemo_aligner.models.nlp.gpt.megatron_gpt_dpo_model import MegatronGPTKTOModel
-from tests import preference_jobs
+from tests import preference_jobs as jobs
 from tests.oracles import trl_kto
-from tests.preference_jobs import (
-    CHAT,
-    RESPONSES,
-    adamw,
-    assert_same_weights,
-    exported,
-    padded,
-    random_llama,
-    update,
-    write,
-)
 from tests.tiny_models import tiny_config
 
 pytestmark = pytest.mark.slow
 
-STEPS, SAMPLES, LENGTH = 20, preference_jobs.BATCH, 44
+STEPS, SAMPLES, LENGTH = 20, jobs.BATCH, 44
 
 
 def records(count):
     """Samples of ragged lengths, three of five desirable."""
     for i in range(count):
-        kind, prompt = (
-            "chosen" if i % 5 < 3 else "rejected",
-            "the film" + " so" * (i % 5) + f" {i}",
-        )
-        yield {"prompt": prompt, "response": RESPONSES[i % 4], "preference": kind}
+        kind = "chosen" if i % 5 < 3 else "rejected"
+        prompt = "the film" + " so" * (i % 5) + f" {i}"
+        yield {"prompt": prompt, "response": jobs.RESPONSES[i % 4], "preference": kind}
+
+
+def data_of(tokenizer, folder, given, settings=None, length=LENGTH):
+    path = jobs.write(folder / "samples.jsonl", given)
+    return KTOModelDataset([path], tokenizer, length, settings)
 
 
 # --- the data set
@@ -58,8 +50,7 @@ def tokens_of(tokenizer, prompt, response):
 def test_items_are_the_tokens_of_the_texts_with_masks_of_the_responses(tiny_tokenizer, tmp_path):
     given = list(records(6))
     given[1]["preference"] = True  # as trl's data have it
-    path = write(tmp_path / "samples.jsonl", given)
-    data = KTOModelDataset([path], tiny_tokenizer, LENGTH, {"append_eod": True})
+    data = data_of(tiny_tokenizer, tmp_path, given, {"append_eod": True})
     partners = set()
     for index, (item, record) in enumerate(zip(data, records(6), strict=True)):
         prompt, response = tokens_of(tiny_tokenizer, record["prompt"], record["response"])
@@ -90,26 +81,25 @@ def test_items_are_the_tokens_of_the_texts_with_masks_of_the_responses(tiny_toke
 def test_a_mismatched_sample_is_cut_to_the_longest_length(tiny_tokenizer, tmp_path):
     long = {"prompt": "a", "response": " long" * 12, "preference": "chosen"}
     other = {"prompt": "the film" * 10, "response": " b", "preference": "rejected"}
-    path = write(tmp_path / "samples.jsonl", [long, other, long])
-    limit = max(int(x["sample_length"]) for x in KTOModelDataset([path], tiny_tokenizer, 99))
-    data = KTOModelDataset([path], tiny_tokenizer, limit)
+    given = tiny_tokenizer, tmp_path, [long, other, long]
+    limit = max(int(item["sample_length"]) for item in data_of(*given, length=99))
+    data = data_of(*given, length=limit)
     lengths = [int(item["kl_sample_length"]) for item in data]
     assert max(lengths) == limit and all(item["kl_sample_mask"].any() for item in data)
 
 
 def test_only_the_response_to_a_conversation_counts(tiny_tokenizer, tmp_path):
     first = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "a joy"}]
-    given = [
-        {"prompt": [*first, {"role": "user", "content": "and this?"}], "preference": "chosen"},
-        {"prompt": "hello", "preference": "rejected"},
-    ]
-    given[0]["response"] = [{"role": "assistant", "content": "a dull one"}]
-    given[1]["response"] = "a warm one"
-    template = tmp_path / "template.jinja"
-    template.write_text(CHAT)
-    path = write(tmp_path / "chat.jsonl", given)
-    data = KTOModelDataset([path], tiny_tokenizer, 90, {"chat_template": str(template)})
+    prompt = [*first, {"role": "user", "content": "and this?"}]
     responses = ("a dull one", "a warm one")
+    own = [{"role": "assistant", "content": responses[0]}]
+    given = [
+        {"prompt": prompt, "response": own, "preference": "chosen"},
+        {"prompt": "hello", "response": responses[1], "preference": "rejected"},
+    ]
+    template = tmp_path / "template.jinja"
+    template.write_text(jobs.CHAT)
+    data = data_of(tiny_tokenizer, tmp_path, given, {"chat_template": str(template)}, 90)
     for item, own, other in zip(data, responses, reversed(responses), strict=True):
         for key, response in (("sample", own), ("kl_sample", other)):
             counted = item[f"{key}s"][item[f"{key}_mask"].bool()].tolist()
@@ -119,7 +109,7 @@ def test_only_the_response_to_a_conversation_counts(tiny_tokenizer, tmp_path):
 
 def test_a_sample_that_comes_several_times_is_not_compared_with_itself(tiny_tokenizer, tmp_path):
     """As in a blend that wants more of a file than it has."""
-    whole = KTOModelDataset([write(tmp_path / "two.jsonl", records(2))], tiny_tokenizer, LENGTH)
+    whole = data_of(tiny_tokenizer, tmp_path, records(2))
     repeated = whole.select(np.array([0, 0, 0, 1, 0]))
     for place, document in enumerate((0, 0, 0, 1, 0)):
         expected = whole[document]["kl_samples"]
@@ -129,26 +119,18 @@ def test_a_sample_that_comes_several_times_is_not_compared_with_itself(tiny_toke
         whole.select(np.array([1, 1]))
 
 
-def test_samples_of_one_kind_are_warned_of(tiny_tokenizer, tmp_path, monkeypatch):
-    said = []
-    monkeypatch.setattr("nemo.utils.logging.warning", lambda text: said.append(text))
-    both = write(tmp_path / "both.jsonl", records(5))
-    one = write(tmp_path / "one.jsonl", records(3))
-    KTOModelDataset([both], tiny_tokenizer, LENGTH)
-    assert not said
-    KTOModelDataset([one], tiny_tokenizer, LENGTH)
-    assert len(said) == 1 and "all 3 samples are chosen" in said[0]
+def test_samples_of_one_kind_are_warned_of(tiny_tokenizer, tmp_path, warnings):
+    data_of(tiny_tokenizer, tmp_path, records(5))
+    assert not warnings
+    data_of(tiny_tokenizer, tmp_path, records(3))
+    assert len(warnings) == 1 and "all 3 samples are chosen" in warnings[0]
 
 
 # --- training
 
 
 def job(**kto):
-    return preference_jobs.job_of("kto", **{"ref_policy_kl_penalty": 0.3, **kto})
-
-
-def trainer_of(model, data, **settings):
-    return preference_jobs.trainer_of(KTOTrainer, model, data, STEPS, **settings)
+    return jobs.job_of("kto", **{"ref_policy_kl_penalty": 0.3, **kto})
 
 
 def steps_of_trl(hf, given, tokenizer, weights):
@@ -156,7 +138,7 @@ def steps_of_trl(hf, given, tokenizer, weights):
     log-probs and loss, PyTorch's optimizer.
     """
     trl = trl_kto(beta=0.3, desirable_weight=weights[0], undesirable_weight=weights[1])
-    reference, optimizer = copy.deepcopy(hf), adamw(hf)
+    reference, optimizer = copy.deepcopy(hf), jobs.adamw(hf)
     shift = round(0.381966 * len(given))
     numbers = []
     for step in range(STEPS):
@@ -169,7 +151,7 @@ def steps_of_trl(hf, given, tokenizer, weights):
                 _, response = tokens_of(tokenizer, partner["prompt"], partner["response"])
                 rows.append(prompt + response)
                 labels.append([-100] * len(prompt) + response)
-        tokens, labels = padded(rows, labels)
+        tokens, labels = jobs.padded(rows, labels)
         good = torch.tensor([given[n]["preference"] == "chosen" for n in batch])
 
         def logps(model, tokens=tokens, labels=labels, good=good):
@@ -180,7 +162,7 @@ def steps_of_trl(hf, given, tokenizer, weights):
             before = logps(reference)
         terms, chosen, rejected, kl = trl.kto_loss(*logps(hf), *before)
         loss = terms.mean()
-        update(hf, optimizer, loss)
+        jobs.update(hf, optimizer, loss)
         rewards = [side.mean().item() / 0.3 for side in (chosen, rejected)]
         numbers.append((loss.item(), *rewards, kl.item()))
     return numbers
@@ -188,15 +170,14 @@ def steps_of_trl(hf, given, tokenizer, weights):
 
 @pytest.mark.full
 def test_twenty_steps_end_at_the_weights_of_trl(write_folder, tiny_tokenizer, tmp_path):
-    hf = random_llama()
+    hf = jobs.random_llama()
     kto = {"desirable_loss_weight": 1.3, "undesirable_loss_weight": 0.8}
     cfg = job(**kto, log_prob_forward_micro_batch_size=1)
     model = load_from_nemo(MegatronGPTKTOModel, cfg, None, restore_path=write_folder(hf))
     model.set_reference_policy()
     given = list(records(STEPS * SAMPLES))
-    path = write(tmp_path / "samples.jsonl", given)
-    data = KTOModelDataset([path], tiny_tokenizer, 2 * LENGTH)
-    trainer, log = trainer_of(model, data)
+    data = data_of(tiny_tokenizer, tmp_path, given, length=2 * LENGTH)
+    trainer, log = jobs.trainer_of(KTOTrainer, model, data, STEPS)
     trainer.fit()
 
     expected = steps_of_trl(hf, given, tiny_tokenizer, (1.3, 0.8))
@@ -207,26 +188,32 @@ def test_twenty_steps_end_at_the_weights_of_trl(write_folder, tiny_tokenizer, tm
         found = [metrics.get(f"rewards_{name}_mean", float("nan")) for metrics in log]
         assert found == pytest.approx(values, abs=1e-3, nan_ok=True)
     assert log[0]["kl"] == 0 and max(distances) > 0.1  # the point has moved
-    assert_same_weights(exported(trainer, tmp_path / "run", "kto"), dict(hf.named_parameters()))
+    ours = jobs.exported(trainer, tmp_path / "run", "kto")
+    jobs.assert_same_weights(ours, dict(hf.named_parameters()))
 
 
-def batch_of(data, count):
-    return kto_custom_collate([data[i] for i in range(count)], eos_id=1)
+@pytest.fixture
+def batch(tiny_tokenizer, tmp_path):
+    data = data_of(tiny_tokenizer, tmp_path, records(4))
+    return kto_custom_collate([data[i] for i in range(4)], eos_id=1)
+
+
+def tiny_policy(tokenizer_dir, **keys):
+    """A policy that is its reference."""
+    model = MegatronGPTKTOModel(OmegaConf.merge(tiny_config(tokenizer_dir), job(), keys))
+    model.set_reference_policy()
+    return model
 
 
 @pytest.mark.parametrize("forward_only", [False, True])
 def test_the_reference_point_is_without_dropout_and_the_loss_with_it(
-    tiny_tokenizer_dir, tiny_tokenizer, tmp_path, forward_only
+    tiny_tokenizer_dir, batch, forward_only
 ):
     """A policy that is its reference is at distance 0 of it, with dropout too; validation goes
     on without dropout.
     """
-    cfg = OmegaConf.merge(tiny_config(tiny_tokenizer_dir), job(), {"hidden_dropout": 0.5})
-    model = MegatronGPTKTOModel(cfg)
-    model.set_reference_policy()
+    model = tiny_policy(tiny_tokenizer_dir, hidden_dropout=0.5)
     model.setup_megatron_optimization(max_steps=1)
-    path = write(tmp_path / "s.jsonl", records(4))
-    batch = batch_of(KTOModelDataset([path], tiny_tokenizer, LENGTH), 4)
     own, mismatched = model.get_ref_policy_logprobs(batch).chunk(2)
     batch["ref_policy_log_probs_samples"] = own
     batch["ref_policy_log_probs_kl_samples"] = mismatched
@@ -239,13 +226,8 @@ def test_the_reference_point_is_without_dropout_and_the_loss_with_it(
     assert (loss == pytest.approx(0.5, abs=1e-5)) == forward_only
 
 
-def test_the_reference_point_is_a_mean_over_responses_and_at_least_0(
-    tiny_tokenizer_dir, tiny_tokenizer, tmp_path
-):
-    model = MegatronGPTKTOModel(OmegaConf.merge(tiny_config(tiny_tokenizer_dir), job()))
-    model.set_reference_policy()
-    path = write(tmp_path / "s.jsonl", records(4))
-    batch = batch_of(KTOModelDataset([path], tiny_tokenizer, LENGTH), 4)
+def test_the_reference_point_is_a_mean_over_responses_and_at_least_0(tiny_tokenizer_dir, batch):
+    model = tiny_policy(tiny_tokenizer_dir)
     batch["loss_mask"][1] = 0  # a sample that does not count
     _, mismatched = model.get_ref_policy_logprobs(batch).chunk(2)
     weights = torch.tensor([1.0, 0.0, 1.0, 1.0]) / 3

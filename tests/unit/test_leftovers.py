@@ -63,10 +63,9 @@ def end(process, number=None) -> int:
 def test_the_next_process_removes_what_a_killed_one_left_and_nothing_else(places):
     records, temporary, other = places
     living, *lives = start(places)
-    killed, *left = start(places)
+    killed, folder, memory = start(places)
     end(killed, signal.SIGKILL)
-    (folder, memory) = left
-    words = secrets.token_hex(8)
+    left, words = (folder, memory), secrets.token_hex(8)
     strangers = [folder.with_name(f"nemo_{words}"), folder.with_name(folder.name + "x")]
     strangers.append(memory.with_name(f"nemo_aligner_{words}-x"))
     for path in strangers:

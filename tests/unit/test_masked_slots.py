@@ -16,10 +16,8 @@ from nemo_aligner.parallel import collectives as distributed
 from nemo_aligner.parallel import vocab_parallel
 
 ROWS, WIDTH, VOCABULARY = 5, 8, 7
-PROMPT_LENGTHS, LENGTHS = (
-    torch.tensor([2, 1, 4, 3, 2]),
-    torch.tensor([9, 5, 4, 7, 3]),
-)  # sample 2 has no response
+PROMPT_LENGTHS = torch.tensor([2, 1, 4, 3, 2])
+LENGTHS = torch.tensor([9, 5, 4, 7, 3])  # sample 2 has no response
 COLUMNS = torch.arange(WIDTH)
 SLOTS = (COLUMNS >= PROMPT_LENGTHS[:, None] - 1) & (COLUMNS < LENGTHS[:, None] - 1)
 VALID = SLOTS.any(1)
@@ -27,9 +25,7 @@ MASK = SLOTS.float()
 LABELLED = torch.tensor([[1, 0, 1], [0, 0, 0], [1, 1, 1], [0, 1, 0], [1, 1, 0]]).bool()
 PROMPTS = torch.tensor([3, 3, 3, 8, 8])
 TOKENS = torch.arange(ROWS * WIDTH).reshape(ROWS, WIDTH) % VOCABULARY
-LOGITS_USED = torch.cat(
-    [SLOTS[:, :-1], torch.zeros(ROWS, 1, dtype=torch.bool)], 1
-)  # the last column predicts nothing
+LOGITS_USED = SLOTS & (COLUMNS < WIDTH - 1)  # the last column predicts nothing
 
 
 def weights(keep=SLOTS, reduction="token"):
@@ -44,103 +40,75 @@ def slot_by_slot(function, keep=SLOTS):
 POLICY = "logprobs prev_logprobs advantages ref_logprobs entropy"
 PPO = {"ratio_eps": 0.2, "dual_clip": 1.5, "kl_loss_coef": 0.1, "entropy_bonus": 0.1}
 GAE = {"discount_factor": 0.97, "gae_lambda": 0.9, "mask": MASK, "critic_gae_lambda": 1.0}
-MEANS = (tensors.masked_sum, tensors.masked_mean, tensors.masked_std)
 REDUCTIONS = ("token", "sequence", "microbatch", "token")
 
 
-def by_mask(function, **options):
-    return lambda x: function(x, MASK, **options)
+def case(function, inputs, keep=SLOTS, **options):
+    """(function, names of its inputs, which of their slots count)."""
+    return partial(function, **options) if options else function, inputs, keep
+
+
+def by_mask(function, keep=SLOTS, **options):
+    return case(lambda x: function(x, MASK, **options), "x", keep)
 
 
 def in_groups(function):
-    return lambda scores: function(scores, PROMPTS, VALID)
+    return case(lambda scores: function(scores, PROMPTS, VALID), "scores", VALID)
 
 
-def kl_of(estimator):
-    return slot_by_slot(partial(kl.calculate_kl_penalty, estimator=estimator))
-
-
-def as_tensor(function):
-    return lambda x: torch.tensor(function(x, MASK))
-
-
-# name: (function, names of its inputs, which of their slots count)
 CASES = {
-    **{
-        f"policy loss, {reduction}, KL {estimator}": (
-            partial(
-                losses.ppo_actor_loss,
-                weights=weights(SLOTS, reduction),
-                kl_loss_estimator=estimator,
-                **PPO,
-            ),
-            POLICY,
-            SLOTS,
-        )
-        for reduction, estimator in zip(REDUCTIONS, kl.KL_ESTIMATORS)
-    },
-    **{
-        f"value loss, clip {clip}": (
-            partial(losses.ppo_critic_loss, weights=weights(), loss_clip_val=clip),
-            "values prev_values returns",
-            SLOTS,
-        )
-        for clip in (0.2, None)
-    },
-    "sft loss": (partial(losses.sft_loss, weights=weights()), "logprobs", SLOTS),
-    "preference loss": (
-        partial(losses.preference_loss, weights=weights(VALID)),
-        "rewards_chosen rewards_rejected",
-        VALID,
+    f"policy loss, {reduction}, KL {estimator}": case(
+        losses.ppo_actor_loss,
+        POLICY,
+        weights=weights(SLOTS, reduction),
+        kl_loss_estimator=estimator,
+        **PPO,
+    )
+    for reduction, estimator in zip(REDUCTIONS, kl.KL_ESTIMATORS)
+}
+for clip in (0.2, None):
+    own = {"weights": weights(), "loss_clip_val": clip}
+    CASES[f"value loss, clip {clip}"] = case(
+        losses.ppo_critic_loss, "values prev_values returns", **own
+    )
+for name in kl.KL_ESTIMATORS:
+    function = slot_by_slot(partial(kl.calculate_kl_penalty, estimator=name))
+    CASES[f"KL {name}"] = case(function, "log_probs_a log_probs_b")
+for function in (tensors.masked_sum, tensors.masked_mean, tensors.masked_std):
+    for dim in (None, 0, 1):
+        CASES[f"{function.__name__}, {dim}"] = by_mask(function, dim=dim)
+for function in (mean_of_sample_means, mean_of_sample_sums):
+    CASES[function.__name__] = by_mask(lambda *given, own=function: torch.tensor(own(*given)))
+PAIR, SCALARS = "rewards_chosen rewards_rejected", "predictions labels"
+OF_LABELS = {"inputs": SCALARS, "keep": LABELLED, "weights": weights(LABELLED)}
+CASES |= {
+    "sft loss": case(losses.sft_loss, "logprobs", weights=weights()),
+    "preference loss": case(losses.preference_loss, PAIR, VALID, weights=weights(VALID)),
+    "regression loss": case(losses.regression_loss, **OF_LABELS),
+    "moments of correlation": case(metrics.correlation_moments, **OF_LABELS),
+    "moments of explained variance": case(
+        metrics.explained_variance_moments, "values returns", weights=weights()
     ),
-    "regression loss": (
-        partial(losses.regression_loss, weights=weights(LABELLED)),
-        "predictions labels",
-        LABELLED,
+    "GAE": case(advantages.calculate_advantages_and_returns, "values rewards", **GAE),
+    "REINFORCE": case(
+        lambda rewards: advantages.calculate_reinforce_returns(rewards, 0.9, MASK), "rewards"
     ),
-    "moments of correlation": (
-        partial(metrics.correlation_moments, weights=weights(LABELLED)),
-        "predictions labels",
-        LABELLED,
-    ),
-    "moments of explained variance": (
-        partial(metrics.explained_variance_moments, weights=weights()),
-        "values returns",
-        SLOTS,
-    ),
-    "GAE": (partial(advantages.calculate_advantages_and_returns, **GAE), "values rewards", SLOTS),
-    "REINFORCE": (
-        lambda rewards: advantages.calculate_reinforce_returns(rewards, 0.9, MASK),
-        "rewards",
-        SLOTS,
-    ),
-    "RLOO": (in_groups(advantages.calculate_rloo_advantages), "scores", VALID),
-    "GRPO": (in_groups(advantages.calculate_grpo_advantages), "scores", VALID),
-    "scores over responses": (by_mask(advantages.spread_over_response), "x", VALID),
-    "token rewards": (
+    "RLOO": in_groups(advantages.calculate_rloo_advantages),
+    "GRPO": in_groups(advantages.calculate_grpo_advantages),
+    "scores over responses": by_mask(advantages.spread_over_response, VALID),
+    "token rewards": case(
         slot_by_slot(
             lambda kl: advantages.calculate_ppo_rewards(kl, torch.ones(ROWS), LENGTHS, kl, 0.1)
         ),
         "kl",
-        SLOTS,
     ),
-    **{f"KL {name}": (kl_of(name), "log_probs_a log_probs_b", SLOTS) for name in kl.KL_ESTIMATORS},
-    **{
-        f"{function.__name__}, {dim}": (by_mask(function, dim=dim), "x", SLOTS)
-        for function in MEANS
-        for dim in (None, 0, 1)
-    },
-    "mean and variance of all ranks": (by_mask(distributed.masked_global_mean_var), "x", SLOTS),
-    "whitening": (by_mask(distributed.normalize_tensor), "x", SLOTS),
-    "whitening, mean kept": (by_mask(distributed.normalize_tensor, shift_mean=False), "x", SLOTS),
-    "mean of sample means": (as_tensor(mean_of_sample_means), "x", SLOTS),
-    "mean of sample sums": (as_tensor(mean_of_sample_sums), "x", SLOTS),
-    "entropy of log-probs": (
-        lambda log_probs: losses.calculate_entropy(log_probs, MASK),
-        "log_probs",
-        SLOTS,
+    "mean and variance of all ranks": by_mask(distributed.masked_global_mean_var),
+    "whitening": by_mask(distributed.normalize_tensor),
+    "whitening, mean kept": by_mask(distributed.normalize_tensor, shift_mean=False),
+    "entropy of log-probs": case(
+        lambda log_probs: losses.calculate_entropy(log_probs, MASK), "log_probs"
     ),
-    "log-probs": (
+    "log-probs": case(
         slot_by_slot(
             lambda logits: vocab_parallel.from_parallel_logits_to_logprobs(logits, TOKENS),
             LOGITS_USED[:, :-1],
@@ -148,7 +116,7 @@ CASES = {
         "logits",
         LOGITS_USED,
     ),
-    "entropy": (
+    "entropy": case(
         lambda logits: vocab_parallel.calculate_distributed_entropy(logits, LOGITS_USED[:, :-1]),
         "logits",
         LOGITS_USED,

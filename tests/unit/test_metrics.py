@@ -23,14 +23,12 @@ def pooled(predictions, labels, mask, sizes):
     """Correlations from batches of `sizes` samples whose moments are averaged, as in
     validation.
     """
-    total, count = torch.zeros(6, labels.size(1), dtype=torch.float64), 0
+    total = torch.zeros(6, labels.size(1), dtype=torch.float64)
     for batch in torch.arange(len(labels)).split(sizes):
-        moments = correlation_moments(
-            predictions=predictions[batch], labels=labels[batch], weights=loss_weights(mask[batch])
-        )
+        own = {"labels": labels[batch], "weights": loss_weights(mask[batch])}
+        moments = correlation_moments(predictions=predictions[batch], **own)
         total += int(mask[batch].sum()) * moments
-        count += int(mask[batch].sum())
-    return correlations_from_moments(total / count)
+    return correlations_from_moments(total / int(mask.sum()))
 
 
 @pytest.mark.parametrize("sizes", [[23], [1, 4, 2, 16], [10, 10, 3]])
@@ -107,14 +105,10 @@ def test_explained_variance_of_any_split_is_that_of_the_whole(sizes, offset):
 
 def test_explained_variance_by_hand():
     returns, every = torch.tensor([[1.0, 2.0, 3.0]]), torch.ones(1, 3)
-    assert explained(returns - 5, returns, every, [1])["explained_variance"] == pytest.approx(
-        1.0
-    )  # up to a constant
-    found = explained(torch.zeros(1, 3), returns, every, [1])
-    assert found["explained_variance"] == pytest.approx(0.0)
-    assert explained(-returns, returns, every, [1])["explained_variance"] == pytest.approx(
-        -3.0
-    )  # errors 2, 4, 6
+    # Up to a constant; a constant; errors 2, 4, 6.
+    for values, expected in ((returns - 5, 1.0), (torch.zeros(1, 3), 0.0), (-returns, -3.0)):
+        found = explained(values, returns, every, [1])
+        assert found["explained_variance"] == pytest.approx(expected)
     # Nothing to explain; no slot at all; no number.
     assert explained(returns, torch.full((1, 3), 0.1), every, [1]) == {}
     assert explained(returns, returns, torch.zeros(1, 3), [1]) == {}

@@ -26,16 +26,13 @@ def cuts(samples: int, count: int):
         yield [b - a for a, b in zip(edges, edges[1:])]
 
 
+def starts(sizes):
+    return itertools.accumulate([0, *sizes[:-1]])
+
+
 def largest(lengths, sizes):
     """Computed tokens of the largest group of descending `lengths`."""
-    starts = itertools.accumulate([0, *sizes[:-1]])
-    return max(size * lengths[start] for size, start in zip(sizes, starts))
-
-
-def check(plan, lengths):
-    assert sorted(row for part in plan for row in part.rows) == list(range(len(lengths)))
-    for part in plan:
-        assert part.width == max(lengths[row] for row in part.rows)
+    return max(size * lengths[start] for size, start in zip(sizes, starts(sizes)))
 
 
 def test_fixed_numbers_of_samples():
@@ -56,23 +53,19 @@ def test_even_tokens_are_as_even_as_they_can_be(seed):
     ordered = sorted(lengths, reverse=True)
     for count in range(1, len(lengths) + 1):
         plan = plan_micro_batches(lengths, count, even_tokens=True)
-        check(plan, lengths)
+        assert sorted(row for part in plan for row in part.rows) == list(range(len(lengths)))
+        assert all(part.width == max(lengths[row] for row in part.rows) for part in plan)
         assert len(plan) == count
         best = min(largest(ordered, sizes) for sizes in cuts(len(lengths), count))
         assert max(part.tokens for part in plan) == best
     for limit in (1, 20, 40, 1000):
-        fewest = min(
-            count
-            for count in range(1, len(lengths) + 1)
-            if count == len(lengths)
-            or any(
-                all(
-                    size == 1 or largest(ordered[start:], [size]) <= limit
-                    for size, start in zip(sizes, itertools.accumulate([0, *sizes[:-1]]))
-                )
-                for sizes in cuts(len(lengths), count)
-            )
+        # A sample alone may be longer than the limit.
+        fits = lambda sizes, limit=limit: all(
+            size == 1 or size * ordered[start] <= limit
+            for size, start in zip(sizes, starts(sizes))
         )
+        counts = range(1, len(lengths) + 1)
+        fewest = min(count for count in counts if any(map(fits, cuts(len(lengths), count))))
         assert len(sizes_within(ordered, limit)) == fewest
 
 

@@ -329,7 +329,8 @@ def test_values_that_cannot_work_are_refused(make, changes, message):
 
 
 def test_micro_batches_must_divide_the_rollout():
-    loader = ppo_fakes.dataloader_builder(8, 0, micro_batch_size=3)
+    loader = ppo_fakes.dataloader_builder(8, 0)
+    loader.batch_sampler.micro_batch_size = 3
     with pytest.raises(ConfigError, match="8 samples .* micro-batch size 3 x 1"):
         ppo.compute_num_rollout_microbatches(loader)
 
