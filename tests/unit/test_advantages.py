@@ -1,7 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Advantages against the statistics module. Other libraries: test_oracles.py; slots that do not
-count: test_masked_slots.py; rollouts: test_ppo_data.py.
+"""Advantages against naive sums and the statistics module. Other libraries: test_oracles.py; slots
+that do not count: test_masked_slots.py; rollouts: test_ppo_data.py.
 """
 
 import statistics
@@ -12,11 +12,21 @@ import torch
 from nemo_aligner.core import advantages
 from nemo_aligner.core.advantages import (
     RESPONSE_ESTIMATORS,
+    calculate_advantages_and_returns,
     calculate_grpo_advantages,
     calculate_rloo_advantages,
 )
-from nemo_aligner.core.tensors import masked_mean_var, whiten
+from nemo_aligner.core.tensors import create_mask, masked_mean_var, whiten
 from tests.rank_threads import run_rank_threads
+
+
+def ragged(seed=0, rows=6, width=9):
+    """(values, token rewards, mask) [rows, width]; the masks start and end anywhere."""
+    generator = torch.Generator().manual_seed(seed)
+    prompt = torch.randint(1, 5, (rows,), generator=generator)
+    total = prompt + torch.randint(1, 5, (rows,), generator=generator)
+    values, rewards = (torch.randn(rows, width, generator=generator) for _ in range(2))
+    return values, rewards, create_mask(values, prompt, total)
 
 
 def scored_groups(seed=0):
@@ -36,6 +46,32 @@ def members(prompts, valid, row):
     """Valid samples of the same prompt, including the sample itself if it is valid."""
     same = lambda i: valid[i] and prompts[i].tolist() == prompts[row].tolist()
     return [i for i in range(len(prompts)) if same(i)]
+
+
+@pytest.mark.parametrize(
+    "gamma,lam,critic_lam", [(1.0, 0.95, 1.0), (0.9, 0.5, 0.8), (0.99, 1.0, 0.0)]
+)
+def test_decoupled_gae_against_naive_sums(gamma, lam, critic_lam):
+    values, rewards, mask = ragged()
+
+    def naive(row, t, lam):
+        slots = mask[row].nonzero().flatten().tolist()
+        v, r = values[row].tolist(), rewards[row].tolist()
+        deltas = {k: r[k] + gamma * (v[k + 1] if k + 1 in slots else 0.0) - v[k] for k in slots}
+        return sum((gamma * lam) ** (k - t) * delta for k, delta in deltas.items() if k >= t)
+
+    given = values, rewards, gamma, lam, mask, critic_lam
+    advantages, returns = calculate_advantages_and_returns(*given)
+    for row, t in mask.nonzero().tolist():
+        assert advantages[row, t].item() == pytest.approx(naive(row, t, lam), abs=1e-5)
+        wanted = pytest.approx(naive(row, t, critic_lam) + values[row, t].item(), abs=1e-5)
+        assert returns[row, t].item() == wanted
+    # Without a lambda of its own the critic has the actor's.
+    same = calculate_advantages_and_returns(values, rewards, gamma, lam, mask)
+    assert torch.equal(same[0], advantages)
+    assert torch.equal(
+        same[1], calculate_advantages_and_returns(values, rewards, gamma, lam, mask, lam)[1]
+    )
 
 
 @pytest.mark.parametrize("name", ["rloo", "grpo", "dr_grpo"])
