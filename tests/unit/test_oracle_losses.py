@@ -21,7 +21,6 @@ from nemo_aligner.core.losses import (
     reinforce_loss,
     sft_loss,
 )
-from nemo_aligner.core.metrics import explained_variance_from_moments, explained_variance_moments
 from nemo_aligner.core.preference import dpo_loss, kto_loss, kto_statistics, log_ratios
 from nemo_aligner.parallel.vocab_parallel import (
     candidate_logprobs,
@@ -34,7 +33,6 @@ from tests.oracles import (
     nemo_aligner_distillation,
     nemo_aligner_dpo,
     nemo_aligner_kto,
-    nemo_aligner_spin,
     oracle,
     trl_dpo,
     trl_jsd,
@@ -47,7 +45,6 @@ REDUCTIONS = {"token": "token-mean", "sequence": "seq-mean-token-mean"}  # ours,
 COMPARISONS = Comparisons()
 ONLY_ONE = {
     "token log-likelihood": "only OpenRLHF has it of log-probs; test_sft_model.py has a loop",
-    "explained variance": "trl alone reports it",
     "RPO": "NeMo-Aligner's own; test_preference.py has a naive loop",
 }
 compares = COMPARISONS.of
@@ -151,9 +148,7 @@ def _(case, library):
         )(c, reduction)
         yield loss, their_loss
         yield gradient, their_gradient
-        if (
-            reduction == "token"
-        ):  # their share of clipped ratios is a mean over tokens in either case
+        if reduction == "token":  # their share of clipped ratios is a mean over tokens
             share = torch.tensor(reported["actor/pg_clipfrac"]) if library == "verl" else reported
             yield metrics["ppo_clip_fraction"], share
             assert 0.1 < share < 0.6
@@ -248,38 +243,6 @@ def _(case, library):
             their_loss, their_gradient = value_and_gradient(theirs, values)
             yield loss, their_loss
             yield gradient, their_gradient
-
-
-@compares("policy drift", "verl", "openrlhf")
-def _(case, library):
-    """`approx_kl` is Schulman's k3; theirs, from the policy that generated to the one in training,
-    is k1 or k3.
-    """
-    c = LossCase(case)
-    ours = c.policy()[2]["approx_kl"]
-    if library == "openrlhf":
-        estimate = oracle("openrlhf.models.utils").compute_approx_kl
-        estimates = estimate(c.prev_logprobs, c.logprobs, "k3")
-        yield ours, oracle("openrlhf.models.utils").masked_mean(estimates, c.mask)
-    else:
-        estimate = oracle("verl.trainer.ppo.core_algos").kl_penalty
-        estimates = estimate(c.prev_logprobs, c.logprobs, "k3")
-        yield ours, oracle("verl.utils.torch_functional").masked_mean(estimates, c.mask)
-
-
-@compares("explained variance", "trl")
-def _(case):
-    c = LossCase(case)
-    tensors = {"values": c.case.planted(c.values), "returns": c.case.planted(c.returns)}
-    moments = explained_variance_moments(**tensors, weights=loss_weights(c.mask))
-    ours = explained_variance_from_moments(moments)
-    # trl takes the mean squared error for the variance of the error, and corrects that of the
-    # returns (Bessel).
-    statistics, n = trl_losses(c)[2], c.mask.sum()
-    error = (c.returns - c.values)[c.keep]
-    variance = statistics["returns/var"] * (n - 1) / n
-    theirs = 1 - (statistics["val/error"] - error.mean() ** 2) / variance
-    yield torch.tensor(ours["explained_variance"]), theirs
 
 
 @compares("log-probs and entropy of tokens", "trl", "verl", "openrlhf")
@@ -402,26 +365,6 @@ def _(case, library):
             yield BETA * metrics["rewards_chosen_mean"], chosen.mean()
             yield BETA * metrics["rewards_rejected_mean"], rejected.mean()
         yield from zip((loss, gradient), value_and_gradient(expected, leaf))
-
-
-@compares("SPIN", "trl", "nemo-aligner")
-def _(case, library):
-    """The loss of DPO on other pairs; trl trains them with its `DPOTrainer`."""
-    c = PairCase(case)
-    for average in (False, True):
-        loss, gradient, metrics = c.ours(preference_loss="dpo", average_log_probs=average)
-        leaf = case.logprobs.clone().requires_grad_()
-        if library == "trl":
-            four = [*c.sequences(leaf, average), *c.sequences(case.ref_logprobs, average)]
-            dpo = trl_dpo(beta=BETA, label_smoothing=0.0, loss_type="sigmoid")
-            losses = dpo.dpo_loss(*four)[0]
-        else:
-            order, _ = halves(c)
-            rows = leaf[order], case.ref_logprobs[order], c.mask[order]
-            spin = nemo_aligner_spin(ref_policy_kl_penalty=BETA)
-            losses, acc = spin.loss_func(*rows, average_log_probs=average)
-            yield metrics["acc"], acc
-        yield from zip((loss, gradient), value_and_gradient(losses.mean(), leaf))
 
 
 @compares("RPO", "nemo-aligner")
