@@ -112,6 +112,15 @@ def nemo_aligner_dpo(**config: object) -> Any:
     return model
 
 
+def nemo_aligner_spin(**config: object) -> Any:
+    """The loss of `MegatronGPTSPINModel` of NeMo-Aligner 0.7.0."""
+    path = FOLDER / "nemo_aligner" / "models" / "nlp" / "gpt" / "megatron_gpt_spin_model.py"
+    names = "get_reduced_masked_logps loss_func split_output_tensor"
+    model = methods_of(path, "MegatronGPTSPINModel", names)()
+    vars(model).update(config)
+    return model
+
+
 def nemo_aligner_steerlm2_loss(
     mask: torch.Tensor, mean_tokens: torch.Tensor, losses: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:

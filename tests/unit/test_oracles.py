@@ -16,11 +16,10 @@ from nemo_aligner.core.advantages import (
     calculate_rloo_advantages,
     calculate_rloo_baseline,
     clip_rewards,
-    select_topk,
     spread_over_response,
 )
 from nemo_aligner.core.kl import AdaptiveKLController, calculate_kl_penalty
-from nemo_aligner.core.tensors import create_mask, masked_mean, masked_std
+from nemo_aligner.core.tensors import masked_mean, masked_std
 from nemo_aligner.parallel.collectives import normalize_tensor
 from tests.oracle_table import GROUP_SIZE, Case, Comparisons
 from tests.oracles import nemo_aligner_ppo_utils, oracle
@@ -30,10 +29,7 @@ GAMMA, LAMBDA, CRITIC_LAMBDA, BETA = 0.97, 0.9, 0.98, 0.05
 COMPARISONS = Comparisons()
 # Quantities that fewer than two of the libraries have in a form that can be called.
 ONLY_ONE = {
-    "GAE of several turns": "the others take the tokens between the turns for steps",
     "soft overlong penalty": "verl's decodes text; test_ppo_data.py has a loop",
-    "mask": "the others make theirs where they tokenize",
-    "top-k": "the others have no rejection sampling",
 }
 compares = COMPARISONS.of
 
@@ -84,20 +80,6 @@ def _(case, library):
         if critic_lam is not None:  # decoupled GAE: the returns are those of another lambda
             returns = their_gae(case, library, critic_lam)[1]
         yield ours[1][case.keep], returns[case.keep]
-
-
-@compares("GAE of several turns", "verl")
-def _(case):
-    """A third of the tokens of each response are an environment's."""
-    keep = case.keep & (torch.arange(case.mask.shape[1]) % 3 != 1)
-    values, rewards = (torch.where(keep, x, torch.nan) for x in (case.values, case.rewards))
-    given = values, rewards, GAMMA, LAMBDA, keep.float()
-    advantages, returns = calculate_advantages_and_returns(*given)
-    theirs = verl().compute_gae_advantage_return(
-        case.rewards * keep, case.values, keep.float(), GAMMA, LAMBDA
-    )[1]
-    yield advantages[keep], (theirs - case.values)[keep]
-    yield returns[keep], theirs[keep]
 
 
 def their_gae(case, library, lam):
@@ -285,22 +267,6 @@ def _(case):
     penalize([experience], limit, buffer, factor)
     yield ours, experience.rewards
     assert ours.lt(case.scores).any() and ours.eq(case.scores).any()
-
-
-@compares("mask", "nemo-aligner")
-def _(case):
-    yield case.mask, create_mask(case.values, case.prompt_lengths, case.lengths)
-    create = nemo_aligner_ppo_utils().create_mask
-    yield case.mask, create(case.values, case.prompt_lengths, case.lengths)
-
-
-@compares("top-k", "nemo-aligner")
-def _(case):
-    batch = {"prompt_tokens": case.prompts[:, None], "rewards": case.scores}
-    batch["row"] = torch.arange(len(case.scores))
-    for num_select in (1, 3, GROUP_SIZE + 1):
-        theirs = nemo_aligner_ppo_utils().select_topk(batch, num_select)
-        yield select_topk(batch, num_select)["row"], theirs["row"]
 
 
 @pytest.mark.parametrize("quantity,library", COMPARISONS.params())

@@ -5,10 +5,12 @@ passes, and the numbers of one rollout computed by hand."""
 
 import functools
 import math
+from unittest.mock import Mock
 
 import pytest
 import torch
 
+from nemo_aligner.algorithms import ppo
 from nemo_aligner.algorithms.rollouts import compute_rollout_metrics
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.core.types import Scores
@@ -23,12 +25,9 @@ both = pytest.mark.parametrize("make, name", [(make_trainer, "ppo"), (make_rs_tr
 
 
 def test_stand_ins_for_unusable_prompts_are_left_out_of_the_means():
-    rollout = {
-        "response_lengths": torch.tensor([4, 6, 90]),
-        "prompt_lengths": torch.tensor([2] * 3),
-    }
-    rollout["is_end"] = torch.tensor([True, True, False])
-    rollout["loss_multiplier"] = torch.tensor([1.0, 1.0, 0.0])
+    rollout = {"response_lengths": [4, 6, 90], "prompt_lengths": [2, 2, 2]}
+    rollout |= {"is_end": [True, True, False], "loss_multiplier": [1.0, 1.0, 0.0]}
+    rollout = {name: torch.tensor(column) for name, column in rollout.items()}
     metrics = compute_rollout_metrics(rollout, Scores(torch.tensor([1.0, 1.0, -5.0])))
     assert metrics["rewards"] == 1.0
     assert metrics["generation_length"] == metrics["rollout_size"] == 3
@@ -36,9 +35,7 @@ def test_stand_ins_for_unusable_prompts_are_left_out_of_the_means():
 
 
 def batch_rows(batch):
-    """The rows of a training batch as a sorted list of token tuples: which samples an update
-    saw.
-    """
+    """The rows of a training batch, sorted: which samples an update saw."""
     return sorted(tuple(row.tolist()) for row in batch["response_tokens"])
 
 
@@ -56,17 +53,9 @@ def test_calls_of_a_step_come_in_order():
     rollout = ["infer", "critic_infer"] * 4
     update = ["prepare_for_training_step", "update", "finish_training_step", "optimizer_step"]
     assert trainer.events == [
-        "prepare_for_inference",
-        *rollout,
-        "logprobs",
-        "init_logprobs",
-        *["critic_infer_result"] * 4,
-        "finish_inference",
-        "critic_train",
-        "prepare_for_training",
-        *update * 2,
-        "finish_training",
-        "critic_train_result",
+        *["prepare_for_inference", *rollout, "logprobs", "init_logprobs"],
+        *[*["critic_infer_result"] * 4, "finish_inference", "critic_train"],
+        *["prepare_for_training", *update * 2, "finish_training", "critic_train_result"],
     ]
 
 
@@ -309,8 +298,10 @@ def test_values_that_cannot_work_are_refused(make, changes, message):
 
 
 def test_micro_batches_must_divide_the_rollout():
+    loader = ppo_fakes.dataloader_builder(8, 0)
+    loader.batch_sampler.micro_batch_size = 3
     with pytest.raises(ConfigError, match="8 samples .* micro-batch size 3 x 1"):
-        make_trainer(micro_batch_size=3).fit()
+        ppo.compute_num_rollout_microbatches(loader)
 
 
 def worked_rollout(length=6):
@@ -351,11 +342,7 @@ def test_the_steps_of_actor_and_critic_are_compared_once_before_the_first_rollou
     trainer.load_state_dict(trainer.state_dict() | {"step": 1, "consumed_samples": 8})
     trainer.ckpt_callback.saved.append(({}, False, {"step": 1}))
     check = trainer.rm_critic.check_status
-
-    def refuse(*_args):
-        raise UserError("actor and critic do not match")
-
-    trainer.rm_critic.check_status = refuse
+    trainer.rm_critic.check_status = Mock(side_effect=UserError("actor and critic do not match"))
     with pytest.raises(UserError, match="do not match"):
         trainer.fit()
     assert trainer.events == [] and trainer.step == 1

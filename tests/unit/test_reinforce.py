@@ -45,13 +45,10 @@ def test_data_equal_a_naive_loop(penalty, absolute):
 
     kls, rewards = [], []
     for row in range(6):
-        first, last = rollout["prompt_lengths"][row] - 1, rollout["response_lengths"][row] - 1
-        kl, count = 0.0, 0
-        for column in range(first, last):
-            ratio = float(rollout["logprobs"][row, column] - rollout["init_logprobs"][row, column])
-            kl += (abs(ratio) if absolute else ratio) if penalty else 0.0
-            count += 1
-        kls.append(kl / max(count, 1))
+        span = slice(rollout["prompt_lengths"][row] - 1, rollout["response_lengths"][row] - 1)
+        ratios = (rollout["logprobs"] - rollout["init_logprobs"])[row, span].tolist()
+        ratios = [abs(ratio) if absolute else ratio for ratio in ratios]
+        kls.append(sum(ratios) / max(len(ratios), 1) if penalty else 0.0)
         rewards.append(float(rollout["rewards"][row]) - penalty * kls[-1])
     counts = [0, 2, 3, 4]  # ended, with at least one token
     for row in range(6):
