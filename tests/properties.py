@@ -1,7 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""How many inputs the tests of properties (`test_properties_*.py`) try: few and the same ones in
-each run; for a search, PROPERTY_TIMES=50 tries fifty times as many.
+"""How many inputs the tests of properties (`test_properties_*.py`, test_samplers.py) try: few and
+the same ones in each run; for a search, PROPERTY_TIMES=50 tries fifty times as many.
 """
 
 import os

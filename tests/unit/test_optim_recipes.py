@@ -6,12 +6,12 @@ optimizers and NeMo's registry.
 
 import contextlib
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 from nemo.core.optim.lr_scheduler import AVAILABLE_SCHEDULERS
 from nemo.core.optim.optimizers import AVAILABLE_OPTIMIZERS
-from nemo.utils import logging
 from omegaconf import OmegaConf
 
 from nemo_aligner.config.defaults import complete
@@ -31,21 +31,18 @@ from tests.tiny_models import tiny_config
 LR = 0.4
 
 
-class OptimizerWithGroups:
-    """What a schedule drives."""
-
-    def __init__(self):
-        self.param_groups = [{}, {"wd_mult": 0.0}]
-
-
 def schedule(max_steps=10, lr=LR, **sched):
     optim = complete({"lr": lr, "sched": sched}, None, "model.optim")
-    return build_scheduler(OptimizerWithGroups(), optim, max_steps)
+    optimizer = SimpleNamespace(param_groups=[{}, {"wd_mult": 0.0}])
+    return build_scheduler(optimizer, optim, max_steps)
 
 
 def rates(updates, **settings):
     """The rates of the first `updates` updates."""
-    built = schedule(**settings)
+    return rates_of(schedule(**settings), updates)
+
+
+def rates_of(built, updates):
     found = []
     for _ in range(updates):
         found.append(built.optimizer.param_groups[0]["lr"])
@@ -66,44 +63,41 @@ def test_tables_cover_the_registries_of_nemo():
 
 # --- rates ---
 
-FORMULAS = [
-    ({"name": "WarmupAnnealing", "min_lr": 0.1}, lambda t: 0.1 + 0.3 * (1 - (t - 2) / 8)),
-    ({"name": "InverseSquareRootAnnealing"}, lambda t: LR / math.sqrt((t + 1) / 3)),
-    ({"name": "SquareAnnealing", "min_lr": 0.02}, lambda t: max(LR * ((10 - t) / 8) ** 2, 0.02)),
-    ({"name": "SquareRootAnnealing"}, lambda t: LR * math.sqrt((10 - t) / 10)),
-    (
-        {"name": "PolynomialDecayAnnealing", "power": 3.0, "min_lr": 0.1},
+HOLD = {"hold_steps": 3}
+FORMULAS = {  # of update t >= 3 of ten
+    "WarmupAnnealing": ({"min_lr": 0.1}, lambda t: 0.1 + 0.3 * (1 - (t - 2) / 8)),
+    "InverseSquareRootAnnealing": ({}, lambda t: LR / math.sqrt((t + 1) / 3)),
+    "SquareAnnealing": ({"min_lr": 0.02}, lambda t: max(LR * ((10 - t) / 8) ** 2, 0.02)),
+    "SquareRootAnnealing": ({}, lambda t: LR * math.sqrt((10 - t) / 10)),
+    "PolynomialDecayAnnealing": (
+        {"power": 3.0, "min_lr": 0.1},
         lambda t: 0.1 + 0.3 * (1 - (t - 2) / 8) ** 3,
     ),
-    (
-        {"name": "PolynomialHoldDecayAnnealing", "hold_steps": 3},
-        lambda t: LR if t < 5 else LR * (1 - (t - 5) / 5),
-    ),
-    (
-        {"name": "WarmupHoldAnnealLinear", "hold_steps": 3, "min_lr": 0.1},
+    "PolynomialHoldDecayAnnealing": (HOLD, lambda t: LR if t < 5 else LR * (1 - (t - 5) / 5)),
+    "WarmupHoldAnnealLinear": (
+        {**HOLD, "min_lr": 0.1},
         lambda t: LR if t < 5 else LR - 0.3 * (t - 5) / 5,
     ),
-    (
-        {"name": "WarmupHoldAnnealOneMinusSquareRoot", "hold_ratio": 0.3},
+    "WarmupHoldAnnealOneMinusSquareRoot": (
+        {"hold_ratio": 0.3},
         lambda t: LR if t < 5 else LR * (1 - math.sqrt((t - 5) / 5)),
     ),
-    (
-        {"name": "NoamHoldAnnealing", "hold_steps": 3, "decay_rate": 1.0},
+    "NoamHoldAnnealing": (
+        {**HOLD, "decay_rate": 1.0},
         lambda t: LR if t < 5 else LR * 2 / (t - 3),
     ),
-    ({"name": "WarmupPolicy"}, lambda t: LR),
-    ({"name": "WarmupHoldPolicy", "hold_steps": 4}, lambda t: LR),
-]
+    "WarmupPolicy": ({}, lambda t: LR),
+    "WarmupHoldPolicy": ({"hold_steps": 4}, lambda t: LR),
+}
 
 
-@pytest.mark.parametrize(
-    ("sched", "formula"), FORMULAS, ids=lambda x: getattr(x, "get", str)("name")
-)
+@pytest.mark.parametrize("name", FORMULAS)
 @pytest.mark.parametrize("warmup", [{"warmup_steps": 2}, {"warmup_ratio": 0.29}])
-def test_rates_by_formula(sched, formula, warmup):
+def test_rates_by_formula(name, warmup):
     """Two updates of warm-up, which ends at the full rate, then the formula; ten updates."""
+    sched, formula = FORMULAS[name]
     expected = [LR / 3, LR * 2 / 3, LR, *(formula(t) for t in range(3, 10))]
-    assert rates(10, **sched, **warmup) == pytest.approx(expected, rel=1e-6)
+    assert rates(10, name=name, **sched, **warmup) == pytest.approx(expected, rel=1e-6)
 
 
 def test_rates_of_schedules_without_that_warmup():
@@ -126,16 +120,11 @@ def test_ratios_of_the_cosine_are_shares_of_the_job():
 def test_a_resumed_schedule_goes_on_exactly(name):
     settings = {"name": name, **({"step_size": 2} if name == "StepLR" else {"warmup_steps": 2})}
     uninterrupted = rates(9, **settings)
-    first = schedule(**settings)
+    first, resumed = schedule(**settings), schedule(**settings)
     first.step(increment=6)
-    resumed = schedule(**settings)
     resumed.num_steps = 0  # as `CheckpointCallback` does
     resumed.load_state_dict(first.state_dict())
-    found = []
-    for _ in range(3):
-        found.append(resumed.optimizer.param_groups[0]["lr"])
-        resumed.step(increment=1)
-    assert found == uninterrupted[6:]
+    assert rates_of(resumed, 3) == uninterrupted[6:]
 
 
 def test_a_schedule_that_ends_in_nonsense_is_refused_at_once():
@@ -145,9 +134,7 @@ def test_a_schedule_that_ends_in_nonsense_is_refused_at_once():
         schedule(name="StepLR", step_size=1, gamma=1e200)
 
 
-def test_keys_that_a_schedule_does_not_read_are_named(monkeypatch):
-    warnings = []
-    monkeypatch.setattr(logging, "warning", warnings.append)
+def test_keys_that_a_schedule_does_not_read_are_named(warnings):
     schedule(name="WarmupAnnealing", warmup_steps=1, constant_steps=1000, power=2.0)
     assert warnings == [
         "model.optim.sched.name=WarmupAnnealing does not read model.optim.sched.constant_steps="
@@ -189,11 +176,8 @@ def test_three_updates_equal_pytorchs_optimizer(
     weights = dict(model.unwrapped()[0].named_parameters())
     floats = {name: tensor.detach().float().clone() for name, tensor in weights.items()}
     copies = {name: torch.nn.Parameter(tensor) for name, tensor in floats.items()}
-    matrices = [copy for copy in copies.values() if copy.dim() > 1]
-    groups = [
-        {"params": matrices, "weight_decay": 0.3},
-        {"params": [copy for copy in copies.values() if copy.dim() == 1], "weight_decay": 0.0},
-    ]
+    decays = {name: 0.3 if copy.dim() > 1 else 0.0 for name, copy in copies.items()}
+    groups = [{"params": [copies[name]], "weight_decay": x} for name, x in decays.items()]
     plain = torch_class(groups, lr=0.05, **settings)
     generator = torch.Generator().manual_seed(5)
     for _ in range(3):

@@ -4,6 +4,7 @@
 tests/oracle_table.py).
 """
 
+from itertools import product
 from types import SimpleNamespace
 from unittest import mock
 
@@ -12,21 +13,16 @@ import torch
 
 from nemo_aligner.core.estimators import REWARD_PREFERENCE_LOSSES
 from nemo_aligner.core.losses import (
-    calculate_entropy,
     distillation_loss,
     loss_weights,
     ppo_actor_loss,
     ppo_critic_loss,
     preference_loss,
     reinforce_loss,
-    sft_loss,
 )
-from nemo_aligner.core.metrics import explained_variance_from_moments, explained_variance_moments
 from nemo_aligner.core.preference import dpo_loss, kto_loss, kto_statistics, log_ratios
 from nemo_aligner.parallel.vocab_parallel import (
     candidate_logprobs,
-    from_parallel_logits_to_logprobs,
-    logprobs_and_entropy,
     top_logits,
 )
 from tests.oracle_table import Case, Comparisons
@@ -34,7 +30,6 @@ from tests.oracles import (
     nemo_aligner_distillation,
     nemo_aligner_dpo,
     nemo_aligner_kto,
-    nemo_aligner_spin,
     oracle,
     trl_dpo,
     trl_jsd,
@@ -46,8 +41,6 @@ REDUCTIONS = {"token": "token-mean", "sequence": "seq-mean-token-mean"}  # ours,
 
 COMPARISONS = Comparisons()
 ONLY_ONE = {
-    "token log-likelihood": "only OpenRLHF has it of log-probs; test_packing.py has a loop",
-    "explained variance": "trl alone reports it",
     "RPO": "NeMo-Aligner's own; test_preference.py has a naive loop",
 }
 compares = COMPARISONS.of
@@ -101,10 +94,9 @@ def trl_losses(c: LossCase):
     config = SimpleNamespace(cliprange=EPS, cliprange_value=VALUE_CLIP, vf_coef=1.0)
     config.ratio_threshold = 1e9
     logprobs, values = c.leaf(c.logprobs), c.leaf(c.values)
-    parts = {"old_logprobs": c.prev_logprobs, "values": c.prev_values}
-    parts |= {"logits": torch.zeros(*c.mask.shape, 2), "vpreds": values, "logprobs": logprobs}
-    parts |= {"mask": c.mask, "advantages": c.advantages, "returns": c.returns}
-    policy, value, statistics = PPOTrainer.loss(SimpleNamespace(config=config), **parts)
+    logits = torch.zeros(*c.mask.shape, 2)
+    parts = c.prev_logprobs, c.prev_values, logits, values, logprobs, c.mask, c.advantages
+    policy, value, statistics = PPOTrainer.loss(SimpleNamespace(config=config), *parts, c.returns)
     return value_and_gradient(policy, logprobs), value_and_gradient(value, values), statistics
 
 
@@ -146,14 +138,11 @@ def _(case, library):
         return
     for reduction in REDUCTIONS:
         loss, gradient, metrics = c.policy(reduction)
-        their_loss, their_gradient, reported, *_ = (
-            verl_policy if library == "verl" else openrlhf_policy
-        )(c, reduction)
+        theirs = verl_policy if library == "verl" else openrlhf_policy
+        their_loss, their_gradient, reported, *_ = theirs(c, reduction)
         yield loss, their_loss
         yield gradient, their_gradient
-        if (
-            reduction == "token"
-        ):  # their share of clipped ratios is a mean over tokens in either case
+        if reduction == "token":  # their share of clipped ratios is a mean over tokens
             share = torch.tensor(reported["actor/pg_clipfrac"]) if library == "verl" else reported
             yield metrics["ppo_clip_fraction"], share
             assert 0.1 < share < 0.6
@@ -204,9 +193,8 @@ def _(case, library):
         logprobs = c.leaf(c.logprobs)
         if library == "verl":
             module = oracle("verl.trainer.ppo.core_algos")
-            kl = module.agg_loss(
-                module.kl_penalty(logprobs, c.ref_logprobs, estimator), c.mask, "token-mean"
-            )
+            kl = module.kl_penalty(logprobs, c.ref_logprobs, estimator)
+            kl = module.agg_loss(kl, c.mask, "token-mean")
         else:
             module = oracle("openrlhf.models.utils")
             kl = module.compute_approx_kl(logprobs, c.ref_logprobs, estimator)
@@ -222,108 +210,30 @@ def _(case, library):
 def _(case, library):
     """All halve the squared error. verl has no switch for the clip: far away it is off."""
     c = LossCase(case)
-    for reduction in REDUCTIONS:
-        for clip in (VALUE_CLIP, None):
-            loss, gradient, metrics = c.value(clip, reduction)
-            values = c.leaf(c.values)
-            if library == "trl":
-                if reduction == "token" and clip:
-                    _, (their_loss, their_gradient), statistics = trl_losses(c)
-                    yield loss, their_loss
-                    yield gradient, their_gradient
-                    yield metrics["value_clip_fraction"], statistics["val/clipfrac"]
-                continue
-            if library == "verl":
-                value_loss = oracle("verl.trainer.ppo.core_algos").compute_value_loss
-                given = c.returns, c.prev_values, c.mask, clip or NO_CLIP
-                theirs, clipped = value_loss(values, *given, REDUCTIONS[reduction])
-                if reduction == "token" and clip:  # without a clip, rounding makes up verl's share
-                    yield metrics["value_clip_fraction"], clipped
-                    assert clipped > 0.05
-            else:
-                value_loss = oracle("openrlhf.models.loss").ValueLoss(
-                    clip, token_level_loss=reduction == "token"
-                )
-                theirs = value_loss(values, c.prev_values, c.returns, c.mask)
+    for reduction, clip in product(REDUCTIONS, (VALUE_CLIP, None)):
+        loss, gradient, metrics = c.value(clip, reduction)
+        values = c.leaf(c.values)
+        if library == "trl":
+            if reduction == "sequence" or clip is None:
+                continue  # it has neither
+            _, (their_loss, their_gradient), statistics = trl_losses(c)
+            yield metrics["value_clip_fraction"], statistics["val/clipfrac"]
+        elif library == "verl":
+            value_loss = oracle("verl.trainer.ppo.core_algos").compute_value_loss
+            given = c.returns, c.prev_values, c.mask, clip or NO_CLIP
+            theirs, clipped = value_loss(values, *given, REDUCTIONS[reduction])
             their_loss, their_gradient = value_and_gradient(theirs, values)
-            yield loss, their_loss
-            yield gradient, their_gradient
-
-
-@compares("policy drift", "verl", "openrlhf")
-def _(case, library):
-    """`approx_kl` is Schulman's k3; theirs, from the policy that generated to the one in training,
-    is k1 or k3.
-    """
-    c = LossCase(case)
-    ours = c.policy()[2]["approx_kl"]
-    if library == "openrlhf":
-        estimate = oracle("openrlhf.models.utils").compute_approx_kl
-        estimates = estimate(c.prev_logprobs, c.logprobs, "k3")
-        yield ours, oracle("openrlhf.models.utils").masked_mean(estimates, c.mask)
-    else:
-        estimate = oracle("verl.trainer.ppo.core_algos").kl_penalty
-        estimates = estimate(c.prev_logprobs, c.logprobs, "k3")
-        yield ours, oracle("verl.utils.torch_functional").masked_mean(estimates, c.mask)
-
-
-@compares("explained variance", "trl")
-def _(case):
-    c = LossCase(case)
-    tensors = {"values": c.case.planted(c.values), "returns": c.case.planted(c.returns)}
-    moments = explained_variance_moments(**tensors, weights=loss_weights(c.mask))
-    ours = explained_variance_from_moments(moments)
-    # trl takes the mean squared error for the variance of the error, and corrects that of the
-    # returns (Bessel).
-    statistics, n = trl_losses(c)[2], c.mask.sum()
-    error = (c.returns - c.values)[c.keep]
-    variance = statistics["returns/var"] * (n - 1) / n
-    theirs = 1 - (statistics["val/error"] - error.mean() ** 2) / variance
-    yield torch.tensor(ours["explained_variance"]), theirs
-
-
-@compares("log-probs and entropy of tokens", "trl", "verl", "openrlhf")
-def _(case, library):
-    """Only OpenRLHF takes a temperature (and divides the logits in place); its entropy is
-    compiled, and left out.
-    """
-    random = torch.Generator().manual_seed(int(case.lengths.sum()))
-    logits = 3 * torch.randn(4, 6, 9, generator=random)
-    tokens = torch.randint(0, 9, (4, 6), generator=random)
-    for temperature in (1.0, 0.7):
-        ours, theirs = (logits.clone().requires_grad_() for _ in range(2))
-        logprobs = from_parallel_logits_to_logprobs(ours, tokens, temperature=temperature)
-        entropy = logprobs_and_entropy(ours, tokens, temperature=temperature)[1]
-        predicting, labels = theirs[:, :-1] / 1.0, tokens[:, 1:]  # column t predicts token t+1
-        if library == "openrlhf":
-            expected = oracle("openrlhf.models.utils").log_probs_from_logits(
-                predicting, labels, temperature
-            )
+            if reduction == "token" and clip:  # without a clip, rounding makes up verl's share
+                yield metrics["value_clip_fraction"], clipped
+                assert clipped > 0.05
         else:
-            module = oracle("trl.core" if library == "trl" else "verl.utils.torch_functional")
-            name = "logprobs_from_logits" + ("_naive" if library == "verl" else "")
-            expected = getattr(module, name)(predicting / temperature, labels)
-            their_entropy = module.entropy_from_logits(predicting / temperature)
-            yield entropy, their_entropy
-            own = calculate_entropy((predicting / temperature).log_softmax(-1))
-            yield own, their_entropy.mean()
-        yield logprobs, expected
-        weights = torch.randn(expected.shape, generator=random)
-        both = (logprobs, ours), (expected, theirs)
-        gradients = [torch.autograd.grad((x * weights).sum(), leaf) for x, leaf in both]
-        yield gradients[0][0], gradients[1][0]
-
-
-@compares("token log-likelihood", "openrlhf")
-def _(case):
-    c = LossCase(case)
-    for reduction in REDUCTIONS:
-        logprobs, theirs = c.planted_leaf(c.logprobs), c.leaf(c.logprobs)
-        ours = sft_loss(logprobs=logprobs, weights=loss_weights(c.mask, reduction))[0]
-        expected = oracle("openrlhf.models.loss").SFTLoss(token_level_loss=reduction == "token")(
-            theirs, c.mask
-        )
-        yield from zip(value_and_gradient(ours, logprobs), value_and_gradient(expected, theirs))
+            value_loss = oracle("openrlhf.models.loss").ValueLoss(
+                clip, token_level_loss=reduction == "token"
+            )
+            theirs = value_loss(values, c.prev_values, c.returns, c.mask)
+            their_loss, their_gradient = value_and_gradient(theirs, values)
+        yield loss, their_loss
+        yield gradient, their_gradient
 
 
 @compares("preference loss", "trl", "openrlhf")
@@ -404,26 +314,6 @@ def _(case, library):
         yield from zip((loss, gradient), value_and_gradient(expected, leaf))
 
 
-@compares("SPIN", "trl", "nemo-aligner")
-def _(case, library):
-    """The loss of DPO on other pairs; trl trains them with its `DPOTrainer`."""
-    c = PairCase(case)
-    for average in (False, True):
-        loss, gradient, metrics = c.ours(preference_loss="dpo", average_log_probs=average)
-        leaf = case.logprobs.clone().requires_grad_()
-        if library == "trl":
-            four = [*c.sequences(leaf, average), *c.sequences(case.ref_logprobs, average)]
-            dpo = trl_dpo(beta=BETA, label_smoothing=0.0, loss_type="sigmoid")
-            losses = dpo.dpo_loss(*four)[0]
-        else:
-            order, _ = halves(c)
-            rows = leaf[order], case.ref_logprobs[order], c.mask[order]
-            spin = nemo_aligner_spin(ref_policy_kl_penalty=BETA)
-            losses, acc = spin.loss_func(*rows, average_log_probs=average)
-            yield metrics["acc"], acc
-        yield from zip((loss, gradient), value_and_gradient(losses.mean(), leaf))
-
-
 @compares("RPO", "nemo-aligner")
 def _(case):
     c = PairCase(case)
@@ -502,9 +392,7 @@ def _(case, library):
                 losses, chosen, _, _ = trl_kto(**settings).kto_loss(*six)
             else:
                 module = oracle("openrlhf.models.loss")
-                one_rank = SimpleNamespace(all_reduce=lambda *_, **__: None)
-                one_rank.ReduceOp = SimpleNamespace(SUM=None)
-                with mock.patch.object(module, "dist", one_rank):
+                with mock.patch.object(module, "dist"):
                     function = module.KTOLoss(BETA, 1.2, 0.6, 1, torch.device("cpu"))
                     losses, chosen, _, _ = function(*six)
             expected = losses.mean()

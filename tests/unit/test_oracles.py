@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import Tensor
 
 from nemo_aligner.core.advantages import (
     calculate_advantages_and_returns,
@@ -17,11 +16,10 @@ from nemo_aligner.core.advantages import (
     calculate_rloo_advantages,
     calculate_rloo_baseline,
     clip_rewards,
-    select_topk,
     spread_over_response,
 )
 from nemo_aligner.core.kl import AdaptiveKLController, calculate_kl_penalty
-from nemo_aligner.core.tensors import create_mask, masked_mean, masked_std
+from nemo_aligner.core.tensors import masked_mean, masked_std
 from nemo_aligner.parallel.collectives import normalize_tensor
 from tests.oracle_table import GROUP_SIZE, Case, Comparisons
 from tests.oracles import nemo_aligner_ppo_utils, oracle
@@ -31,9 +29,7 @@ GAMMA, LAMBDA, CRITIC_LAMBDA, BETA = 0.97, 0.9, 0.98, 0.05
 COMPARISONS = Comparisons()
 # Quantities that fewer than two of the libraries have in a form that can be called.
 ONLY_ONE = {
-    "GAE of several turns": "the others take the tokens between the turns for steps",
-    "mask": "the others make theirs where they tokenize",
-    "top-k": "the others have no rejection sampling",
+    "soft overlong penalty": "verl's decodes text; test_ppo_data.py has a loop",
 }
 compares = COMPARISONS.of
 
@@ -86,20 +82,6 @@ def _(case, library):
         yield ours[1][case.keep], returns[case.keep]
 
 
-@compares("GAE of several turns", "verl")
-def _(case):
-    """A third of the tokens of each response are an environment's."""
-    keep = case.keep & (torch.arange(case.mask.shape[1]) % 3 != 1)
-    values, rewards = (torch.where(keep, x, torch.nan) for x in (case.values, case.rewards))
-    given = values, rewards, GAMMA, LAMBDA, keep.float()
-    advantages, returns = calculate_advantages_and_returns(*given)
-    theirs = verl().compute_gae_advantage_return(
-        case.rewards * keep, case.values, keep.float(), GAMMA, LAMBDA
-    )[1]
-    yield advantages[keep], (theirs - case.values)[keep]
-    yield returns[keep], theirs[keep]
-
-
 def their_gae(case, library, lam):
     values, rewards, mask = case.values, case.rewards, case.mask
     if library == "trl":
@@ -112,9 +94,8 @@ def their_gae(case, library, lam):
     if library == "openrlhf":
         maker = oracle("openrlhf.trainer.ppo_utils.experience_maker").RemoteExperienceMaker
         return maker.get_advantages_and_returns(None, values, rewards, mask, GAMMA, lam)
-    if (
-        library == "torchrl"
-    ):  # [B, T, 1]; the next state's value is given, and an episode is done at its last token
+    if library == "torchrl":
+        # [B, T, 1]; the next state's value is given, and an episode is done at its last token.
         done = torch.arange(mask.shape[1]) == (case.lengths - 2)[:, None]
         following = torch.cat([values[:, 1:], torch.zeros_like(values[:, :1])], dim=1)
         estimate = oracle("torchrl.objectives.value.functional").generalized_advantage_estimate
@@ -164,24 +145,20 @@ def _(case, library):
     do not reach.
     """
     a, b = (x[case.keep] for x in (case.logprobs, case.ref_logprobs))
-    approximate = lambda estimator: oracle("openrlhf.models.utils").compute_approx_kl(
-        a, b, estimator
-    )
-    trl = lambda estimator: trl_trainer(kl_penalty=estimator)[1]._kl_penalty(a, b)
-    nemo_aligner = lambda absolute: nemo_aligner_ppo_utils().calculate_kl_penalty(
-        a, b, use_absolute_kl=absolute
-    )
     theirs = {
-        "trl": {"k1": lambda: trl("kl"), "abs": lambda: trl("abs"), "k2": lambda: trl("mse")},
-        "verl": {
-            name: lambda name=name: verl().kl_penalty(a, b, name)
-            for name in ("k1", "abs", "k2", "k3")
-        },
-        "openrlhf": {name: lambda name=name: approximate(name) for name in ("k1", "k2", "k3")},
-        "nemo-aligner": {"k1": lambda: nemo_aligner(False), "abs": lambda: nemo_aligner(True)},
+        "trl": lambda name: trl_trainer(kl_penalty=name)[1]._kl_penalty(a, b),
+        "verl": lambda name: verl().kl_penalty(a, b, name),
+        "openrlhf": lambda name: oracle("openrlhf.models.utils").compute_approx_kl(a, b, name),
+        "nemo-aligner": lambda is_abs: nemo_aligner_ppo_utils().calculate_kl_penalty(a, b, is_abs),
     }[library]
-    for estimator, calculate in theirs.items():
-        yield calculate_kl_penalty(a, b, estimator=estimator), calculate()
+    names = {
+        "trl": {"k1": "kl", "abs": "abs", "k2": "mse"},
+        "verl": {name: name for name in ("k1", "abs", "k2", "k3")},
+        "openrlhf": {name: name for name in ("k1", "k2", "k3")},
+        "nemo-aligner": {"k1": False, "abs": True},
+    }[library]
+    for estimator, name in names.items():
+        yield calculate_kl_penalty(a, b, estimator=estimator), theirs(name)
     assert (calculate_kl_penalty(a, b, estimator="k3") < 10).all()
 
 
@@ -244,18 +221,14 @@ def _(case, library):
     ours = spread_over_response(calculate_rloo_advantages(case.scores, case.prompts), case.mask)
     if library == "verl":
         for kind in ("", "vectorized_"):
-            name = f"compute_rloo_{kind}outcome_advantage"
-            yield (
-                ours,
-                getattr(verl(), name)(case.token_scores(), case.mask, case.prompts.numpy())[0],
-            )
+            rloo = getattr(verl(), f"compute_rloo_{kind}outcome_advantage")
+            yield ours, rloo(case.token_scores(), case.mask, case.prompts.numpy())[0]
     elif library == "openrlhf":
         yield ours[case.keep], openrlhf_experience(case, "rloo").advantages[case.keep]
     else:
         baseline = nemo_aligner_ppo_utils().calculate_rloo_baseline
-        valid = (
-            case.lengths % 3 > 0
-        ).float()  # samples that do not count; NeMo-Aligner's own baseline is not used
+        # With samples that do not count; NeMo-Aligner's own baseline is not used.
+        valid = (case.lengths % 3 > 0).float()
         for mask in (torch.ones_like(case.scores), valid):
             keep = mask.bool()
             theirs = baseline(case.prompts[:, None], case.scores, mask)
@@ -266,11 +239,9 @@ def _(case, library):
             assert not advantages[~keep].any()
 
 
-@compares("GRPO", "verl", "openrlhf", "torchrl")
+@compares("GRPO", "verl", "openrlhf")
 def _(case, library):
-    """All use the Bessel-corrected deviation, plus 1e-6 (verl, ours), 1e-9 (OpenRLHF) or nothing
-    (torchrl).
-    """
+    """All use the Bessel-corrected deviation, plus 1e-6 (verl, ours) or 1e-9 (OpenRLHF)."""
     ours = spread_over_response(calculate_grpo_advantages(case.scores, case.prompts), case.mask)
     doctor = calculate_grpo_advantages(case.scores, case.prompts, normalize_std=False)
     doctor = spread_over_response(doctor, case.mask)
@@ -281,89 +252,21 @@ def _(case, library):
         yield doctor, grpo(case.token_scores(), case.mask, index, norm_adv_by_std_in_grpo=False)[0]
         grpo = verl().compute_grpo_vectorized_outcome_advantage
         yield ours, grpo(case.token_scores(), case.mask, case.prompts)[0]
-    elif library == "openrlhf":
+    else:
         yield ours[case.keep], openrlhf_experience(case, "group_norm").advantages[case.keep]
         yield doctor[case.keep], openrlhf_experience(case, "dr_grpo").advantages[case.keep]
-    else:
-        yield calculate_grpo_advantages(case.scores, case.prompts), torchrl_grpo(case)
 
 
-def torchrl_grpo(case: Case) -> Tensor:
-    """[N]: torchrl takes one trajectory of each sample, and returns a group when its last one has
-    come.
-    """
-    TensorDict = oracle("tensordict").TensorDict
-    advantage = oracle("torchrl.objectives.llm.grpo").MCAdvantage(
-        grpo_size=GROUP_SIZE, prompt_key="group", trajectory_return="sum"
-    )
-    result = torch.full_like(case.scores, torch.nan)
-    for row, tokens in enumerate(case.token_scores()):
-        steps = int(case.mask[row].sum())
-        done = torch.arange(steps) == steps - 1
-        following = {"reward": tokens[case.keep[row]][:, None], "done": done[:, None]}
-        whole = {"row": torch.full((steps,), row), "group": case.prompts[row].expand(steps)}
-        whole |= {"next": following}
-        finished = advantage.inv(TensorDict(whole, batch_size=[steps]))
-        if finished is not None:
-            result[finished["row"]] = finished["advantage"].flatten()
-    return result
-
-
-@compares("soft overlong penalty", "verl", "openrlhf")
-def _(case, library):
-    """verl does not end the slope at -factor, but no response is longer than the limit there."""
+@compares("soft overlong penalty", "openrlhf")
+def _(case):
     limit, buffer, factor = 7, 4, 0.6
     counts = case.lengths - case.prompt_lengths
     ours = case.scores + calculate_overlong_penalty(counts, limit, buffer, factor)
-    if library == "openrlhf":
-        experience = SimpleNamespace(rewards=case.scores.clone(), info={"response_length": counts})
-        penalize = oracle("openrlhf.trainer.ppo_utils.length_penalty").apply_overlong_penalty
-        penalize([experience], limit, buffer, factor)
-        yield ours, experience.rewards
-    else:
-        yield ours, verl_dapo_rewards(case, counts, limit, buffer, factor)
+    experience = SimpleNamespace(rewards=case.scores.clone(), info={"response_length": counts})
+    penalize = oracle("openrlhf.trainer.ppo_utils.length_penalty").apply_overlong_penalty
+    penalize([experience], limit, buffer, factor)
+    yield ours, experience.rewards
     assert ours.lt(case.scores).any() and ours.eq(case.scores).any()
-
-
-def verl_dapo_rewards(case, counts, limit, buffer, factor) -> Tensor:
-    """[N]: verl's reward manager decodes each response, here to the number of its sample."""
-
-    class Samples(list):
-        batch = {"responses": torch.zeros(len(counts), limit)}
-
-    manager = oracle("verl.workers.reward_manager.dapo").DAPORewardManager(
-        tokenizer=SimpleNamespace(decode=lambda ids, **_: str(int(ids[0])), eos_token="<end>"),
-        num_examine=0,
-        compute_score=lambda solution_str, **_: case.scores[int(solution_str)].clone(),
-        max_resp_len=limit,
-        overlong_buffer_cfg=SimpleNamespace(
-            enable=True, len=buffer, penalty_factor=factor, log=False
-        ),
-    )
-    samples = Samples()
-    for number, count in enumerate(counts):
-        attention = torch.cat([torch.ones(1), torch.arange(limit) < count])
-        tokens = {"prompts": torch.zeros(1), "responses": torch.full((limit,), number)}
-        tokens |= {"attention_mask": attention.long()}
-        facts = {"reward_model": {"ground_truth": ""}, "data_source": "", "extra_info": {}}
-        samples.append(SimpleNamespace(batch=tokens, non_tensor_batch=facts))
-    return manager(samples).sum(1)
-
-
-@compares("mask", "nemo-aligner")
-def _(case):
-    yield case.mask, create_mask(case.values, case.prompt_lengths, case.lengths)
-    create = nemo_aligner_ppo_utils().create_mask
-    yield case.mask, create(case.values, case.prompt_lengths, case.lengths)
-
-
-@compares("top-k", "nemo-aligner")
-def _(case):
-    batch = {"prompt_tokens": case.prompts[:, None], "rewards": case.scores}
-    batch["row"] = torch.arange(len(case.scores))
-    for num_select in (1, 3, GROUP_SIZE + 1):
-        theirs = nemo_aligner_ppo_utils().select_topk(batch, num_select)
-        yield select_topk(batch, num_select)["row"], theirs["row"]
 
 
 @pytest.mark.parametrize("quantity,library", COMPARISONS.params())

@@ -10,7 +10,6 @@ from omegaconf import OmegaConf
 
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.core.losses import loss_weights, ppo_actor_loss
-from nemo_aligner.models.nlp.gpt import megatron_gpt_policy
 from nemo_aligner.models.nlp.gpt.megatron_gpt_policy import (
     MegatronGPTActorModel,
     MegatronGPTReinforceActorModel,
@@ -21,7 +20,6 @@ from tests.tiny_models import PPO, logprobs_by_hand, tiny_config
 
 CLASSES = {"ppo": MegatronGPTActorModel, "reinforce": MegatronGPTReinforceActorModel}
 CLASSES["rs"] = MegatronGPTRSModel
-REDUCTIONS = ["token", "sequence", "microbatch"]
 
 
 def make(kind, tokenizer_dir, micro_batch_size=2, **settings):
@@ -56,16 +54,13 @@ def close(found, expected):
 @pytest.mark.parametrize("kind", ["ppo", "reinforce"])
 @pytest.mark.parametrize("temperature, top_k", [(1.0, 0), (0.7, 0), (0.7, 3)])
 def test_logprobs_at_the_sampling_temperature(
-    kind, tiny_tokenizer_dir, temperature, top_k, monkeypatch
+    kind, tiny_tokenizer_dir, temperature, top_k, warnings
 ):
     """Those of the whole distribution, with a warning if tokens are drawn from another one."""
-    said = []
-    monkeypatch.setattr(megatron_gpt_policy.logging, "warning", said.append)
     sampling = {"temperature": temperature, "top_k": top_k}
     model = make(kind, tiny_tokenizer_dir, sampling_params=sampling)
-    assert [text.startswith("top_k, top_p, repetition_penalty or min_le") for text in said] == (
-        [True] if top_k else []
-    )
+    said = [text.startswith("top_k, top_p, repetition_penalty or min_le") for text in warnings]
+    assert said == [True] * bool(top_k)
     tokens = batch_of(model)["response_tokens"]
     expected, _ = logprobs_by_hand(model, tokens, temperature)
     close(model.get_inference_log_probs(tokens), expected)
@@ -102,27 +97,21 @@ def test_a_loss_of_ones_own_gets_what_its_parameters_name(tiny_tokenizer_dir):
         assert metrics["entropy"] == pytest.approx(float((weights * entropy).sum()), 1e-5)
 
 
-def losses_by_sample(kind, batch, logprobs):
-    """Losses of the tokens that count of each response, by the formulas of the papers."""
-    losses = []
-    for row, mask in enumerate(batch["mask"]):
-        found = []
-        for t in mask.nonzero().flatten().tolist():
-            logprob = float(logprobs[row, t])
-            if kind == "rs":
-                found.append(-logprob)
-            elif batch["is_end"][row] and kind == "reinforce":
-                advantage = batch["rewards_with_kl"][row] - batch["baseline"][row]
-                found.append(float(-advantage) * logprob)
-            elif batch["is_end"][row]:
-                ratio = float((logprobs[row, t] - batch["prev_logprobs"][row, t]).exp())
-                advantage = float(batch["advantages"][row, t])
-                found.append(max(-advantage * ratio, -advantage * min(max(ratio, 0.8), 1.2)))
-        losses.append(found)
-    return losses
+def losses_of_response(kind, batch, logprobs, row):
+    """Losses of its tokens that count, by the formulas of the papers."""
+    keep = batch["mask"][row] != 0
+    now, advantages = logprobs[row, keep], batch["advantages"][row, keep]
+    if kind == "rs":
+        return -now
+    if not batch["is_end"][row]:
+        return now[:0]
+    if kind == "reinforce":
+        return -(batch["rewards_with_kl"] - batch["baseline"])[row] * now
+    ratios = (now - batch["prev_logprobs"][row, keep]).exp()
+    return torch.maximum(-advantages * ratios, -advantages * ratios.clamp(0.8, 1.2))
 
 
-@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("reduction", ["token", "sequence", "microbatch"])
 @pytest.mark.parametrize("kind", CLASSES)
 def test_loss_is_that_of_a_naive_loop(kind, tiny_tokenizer_dir, reduction):
     settings = {"loss_reduction": reduction, "entropy_bonus": 0.0}
@@ -130,18 +119,11 @@ def test_loss_is_that_of_a_naive_loop(kind, tiny_tokenizer_dir, reduction):
     batch = batch_of(model)
     temperature = 1.0 if kind == "rs" else 0.7
     logprobs, _ = logprobs_by_hand(model, batch["response_tokens"], temperature)
-    losses = losses_by_sample(kind, batch, logprobs)
-
-    def mean(rows):
-        tokens = [loss for row in rows for loss in row]
-        return sum(tokens) / len(tokens)
-
-    counted = [row for row in losses if row]
-    expected = {
-        "token": mean(losses),
-        "sequence": sum(mean([row]) for row in counted) / len(counted),
-        "microbatch": (mean(losses[:2]) + mean(losses[2:4]) + mean(losses[4:])) / 3,
-    }[reduction]
+    losses = [losses_of_response(kind, batch, logprobs, row) for row in range(6)]
+    parts = {"token": [torch.cat(losses)], "sequence": [row for row in losses if len(row)]}
+    parts["microbatch"] = [torch.cat(losses[start : start + 2]) for start in (0, 2, 4)]
+    means = [part.mean().item() for part in parts[reduction]]
+    expected = sum(means) / len(means)
     loss, metrics = model.get_loss_and_metrics(batch, forward_only=True)
     assert loss == metrics["loss"] == pytest.approx(expected, rel=1e-4)
     assert kind == "ppo" or set(metrics) == {"loss"}
@@ -233,15 +215,14 @@ def test_reference_policy_equals_the_policy_until_it_is_trained(tiny_tokenizer_d
 def test_response_without_seeds_depends_on_the_prompt_alone(tiny_tokenizer_dir):
     actor = make("ppo", tiny_tokenizer_dir)
     actor.prepare_for_inference()
-    text = torch.full((3, 24), actor.tokenizer.eos_id)
-    for row, prompt in enumerate(([1, 2, 3], [9, 8, 7, 6, 5], [4, 2, 3])):
-        text[row, : len(prompt)] = torch.tensor(prompt)
-    lengths = torch.tensor([3, 5, 3])
-    together = actor.infer({"text": text, "length": lengths})
-    for row in range(3):
-        alone = actor.infer({"text": text[row : row + 1], "length": lengths[row : row + 1]})
-        total = int(alone["response_lengths"])
-        assert total == int(together["response_lengths"][row])
+    end = actor.tokenizer.eos_id
+    prompts = [[1, 2, 3, end, end], [9, 8, 7, 6, 5], [4, 2, 3, end, end]]
+    text = torch.tensor([prompt + [end] * 19 for prompt in prompts])
+    batch = {"text": text, "length": torch.tensor([3, 5, 3])}
+    together = actor.infer(batch)
+    for row, total in enumerate(together["response_lengths"].tolist()):
+        alone = actor.infer({name: column[row : row + 1] for name, column in batch.items()})
+        assert alone["response_lengths"].tolist() == [total]
         tokens = together["response_tokens"][row, :total]
         assert torch.equal(alone["response_tokens"][0, :total], tokens)
     assert set(together) == {"response_tokens", "response_lengths", "prompt_lengths", "is_end"}

@@ -21,16 +21,15 @@ def test_a_free_port_is_found_although_others_are_taken(monkeypatch, tmp_path):
     (tmp_path / "range").write_text("10040\t60999\n")
     monkeypatch.setattr(ports, "_EPHEMERAL_RANGE", tmp_path / "range")
     with contextlib.ExitStack() as stack:
-        taken = set()
-        for port in range(10000, 10040):
+
+        def take(port):
             sock = stack.enter_context(socket.socket())
-            with contextlib.suppress(OSError):
-                if port != 10017:
-                    sock.bind(("127.0.0.1", port))
-                    sock.listen()
-            taken.add(port)
+            with contextlib.suppress(OSError):  # somebody else has it
+                sock.bind(("127.0.0.1", port))
+                sock.listen()
+
+        for port in {*range(10000, 10040)} - {10017}:
+            take(port)
         assert ports.find_free_port() == 10017
-        last = stack.enter_context(socket.socket())
-        last.bind(("127.0.0.1", 10017))
-        last.listen()
-        assert ports.find_free_port() not in taken
+        take(10017)
+        assert ports.find_free_port() not in range(10000, 10040)

@@ -4,6 +4,7 @@
 formulas, and runs of a trainer among fakes."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -29,12 +30,10 @@ def noise(seed, scale=0.6):
 
 
 def naive_ratio(log_ratio, row, column, level):
-    columns = [t for t in range(COLUMNS) if MASK[row, t]]
-    values = [math.exp(float(log_ratio[row, t])) for t in columns]
+    values = [math.exp(float(log_ratio[row, t])) for t in range(COLUMNS) if MASK[row, t]]
     if level == "token":
         return math.exp(float(log_ratio[row, column]))
-    product = math.prod(values)
-    return product if level == "sequence" else product ** (1 / len(columns))
+    return math.prod(values) ** (1 if level == "sequence" else 1 / len(values))
 
 
 @pytest.mark.parametrize("weights", [None, *LEVELS])
@@ -48,19 +47,13 @@ def test_factors_and_metrics_are_those_of_a_loop(weights, reject):
     batch = {"logprobs": trainer + outside, "sampling_logprobs": sampler}
     corrected, metrics = correct_for_sampler(torch.ones_like(MASK), batch, MASK, settings)
     every = []
-    for row in range(ROWS):
-        for column in range(COLUMNS):
-            if not MASK[row, column]:
-                continue
-            expected = 1.0
-            if weights is not None:
-                expected = min(naive_ratio(log_ratio, row, column, weights), 1.5)
-            if reject is not None:
-                inside = 0.6 <= naive_ratio(log_ratio, row, column, reject) <= 1.8
-                expected *= inside
-            assert factors[row, column] == pytest.approx(expected, rel=1e-5)
-            assert corrected[row, column] == factors[row, column]
-            every.append(naive_ratio(log_ratio, row, column, weights or reject or "token"))
+    for row, column in MASK.nonzero().tolist():
+        ratio = partial(naive_ratio, log_ratio, row, column)
+        expected = min(ratio(weights), 1.5) if weights else 1.0
+        expected *= reject is None or 0.6 <= ratio(reject) <= 1.8
+        assert factors[row, column] == pytest.approx(expected, rel=1e-5)
+        assert corrected[row, column] == factors[row, column]
+        every.append(ratio(weights or reject or "token"))
     assert metrics["sampler_weight_mean"] == pytest.approx(sum(every) / len(every), rel=1e-5)
     assert metrics["sampler_weight_max"] == pytest.approx(max(every), rel=1e-5)
     squares = sum(x * x for x in every) * len(every)
@@ -111,7 +104,7 @@ def test_a_sampler_that_is_the_trainer_changes_no_bit(level):
 
 def test_covariant_tokens_are_those_of_a_loop():
     logprobs, advantages = noise(3), noise(4)
-    slots = [(r, c) for r in range(ROWS) for c in range(COLUMNS) if MASK[r, c]]
+    slots = [*map(tuple, MASK.nonzero().tolist())]
     mean = [sum(float(x[s]) for s in slots) / len(slots) for x in (logprobs, advantages)]
     naive = {s: (float(logprobs[s]) - mean[0]) * (float(advantages[s]) - mean[1]) for s in slots}
     found = covariances(logprobs, advantages, MASK)

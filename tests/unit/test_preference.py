@@ -34,14 +34,12 @@ def batch(seed: int = 0):
 
 
 def naive(logprobs, ref_logprobs, mask, valid, gaps, name, smoothing, average, sft, sft_average):
-    """The mean over the pairs that count, one token after the other."""
-
-    def s(x):
-        return 1 / (1 + torch.exp(-x))
+    """The mean over the pairs that count, one response after the other."""
+    s = lambda x: 1 / (1 + torch.exp(-x))
 
     def total(row, values, mean):
-        terms = [values[row, t] for t in range(WIDTH) if mask[row, t]]
-        return sum(terms) / len(terms) if mean else sum(terms)
+        terms = values[row, mask[row] != 0]
+        return terms.mean() if mean else terms.sum()
 
     losses = []
     for pair in range(PAIRS):

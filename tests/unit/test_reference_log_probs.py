@@ -6,7 +6,6 @@ DPO and KTO; of another model or other data they are computed again, and so are 
 
 import contextlib
 import copy
-import json
 from types import SimpleNamespace
 
 import pytest
@@ -35,20 +34,15 @@ WIDTH, ITEMS = 40, 39
 TEXTS = ["was a joy", " is dull, and far too long", " bad", "ly made, but well played; warm"]
 
 
-def write_pairs(path, count=ITEMS, word="film"):
-    texts = [(TEXTS[i % 4], TEXTS[(i + 1 + i % 3) % 4]) for i in range(count)]
-    lines = [
-        {"prompt": f"the {word} {i}", "chosen": a, "rejected": b} for i, (a, b) in enumerate(texts)
-    ]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return str(path)
+def pairs(count=ITEMS, word="film"):
+    for i in range(count):
+        texts = {"chosen": TEXTS[i % 4], "rejected": TEXTS[(i + 1 + i % 3) % 4]}
+        yield {"prompt": f"the {word} {i}", **texts}
 
 
-def write_labelled(path):
-    texts = [(f"the film {i}", TEXTS[i % 4], i % 2 == 0) for i in range(ITEMS)]
-    lines = [dict(zip(("prompt", "response", "preference"), text)) for text in texts]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return str(path)
+def labelled():
+    for i in range(ITEMS):
+        yield {"prompt": f"the film {i}", "response": TEXTS[i % 4], "preference": i % 2 == 0}
 
 
 class Reference:
@@ -83,10 +77,15 @@ class Reference:
 
 
 @pytest.fixture
-def case(tiny_tokenizer, tmp_path):
+def case(tiny_tokenizer, tmp_path, write):
     """Data, a model and a function that gives the data with log-probs and the number of passes."""
     (tmp_path / "weights").write_bytes(b"weights")
-    data = DPOModelDataset([write_pairs(tmp_path / "pairs.jsonl")], tiny_tokenizer, WIDTH)
+
+    def build(name="other.jsonl", settings=None, **options):
+        path = write(*pairs(**options), name=name)
+        return DPOModelDataset([path], tiny_tokenizer, WIDTH, settings)
+
+    data = build("pairs.jsonl")
 
     def kept(model=None, data=data, name="train"):
         model = model or Reference(tiny_tokenizer)
@@ -94,7 +93,8 @@ def case(tiny_tokenizer, tmp_path):
         found = with_reference_log_probs(model, data, root, tmp_path / "weights", name)
         return found, model.passes
 
-    return SimpleNamespace(data=data, model=Reference(tiny_tokenizer), kept=kept, root=tmp_path)
+    parts = {"data": data, "build": build, "model": Reference(tiny_tokenizer)}
+    return SimpleNamespace(**parts, kept=kept, root=tmp_path)
 
 
 def rows(data):
@@ -125,11 +125,6 @@ def test_the_data_have_what_was_computed_once(case):
     assert not list(case.root.glob("kept/partial*"))
 
 
-def other_data(case, tokenizer, seq_length=WIDTH, settings=None, **kwargs):
-    path = write_pairs(case.root / "other.jsonl", **kwargs)
-    return DPOModelDataset([path], tokenizer, seq_length, settings)
-
-
 def test_of_another_model_or_other_data_they_are_computed_again(case, tiny_tokenizer):
     case.kept()
     split = {"tensor_model_parallel_size": 2, "hidden_dropout": 0.1}
@@ -142,18 +137,16 @@ def test_of_another_model_or_other_data_they_are_computed_again(case, tiny_token
     data = {"text": {"word": "play"}, "number": {"count": ITEMS - 1}}
     data["end token"] = {"settings": {"append_eod": True}}
     for what, changed in data.items():
-        assert case.kept(data=other_data(case, tiny_tokenizer, **changed))[1] == 2, what
+        assert case.kept(data=case.build(**changed))[1] == 2, what
     assert case.kept(data=case.data.select(case.data.documents[::-1].copy()))[1] == 2
 
 
-def test_the_key_sees_lengths_templates_tokenizers_and_checkpoints(case, tiny_tokenizer):
+def test_the_key_sees_lengths_templates_tokenizers_and_checkpoints(case, tiny_tokenizer, write):
     checkpoint, template = case.root / "weights", case.root / "template"
     ask = {"role": "user", "content": "film"}
     turns = [[ask, {"role": "assistant", "content": text}] for text in TEXTS]
-    chats = case.root / "chat.jsonl"
-    chats.write_text(
-        json.dumps({"prompt": turns[0][:1], "chosen": turns[0][1:], "rejected": turns[2][1:]})
-    )
+    chat = {"prompt": turns[0][:1], "chosen": turns[0][1:], "rejected": turns[2][1:]}
+    chats = write(chat, name="chat.jsonl")
 
     def key(data=case.data, tokenizer=tiny_tokenizer):
         return reference_log_probs._key(Reference(tokenizer), data, checkpoint)
@@ -161,7 +154,7 @@ def test_the_key_sees_lengths_templates_tokenizers_and_checkpoints(case, tiny_to
     def of_template(text):
         template.write_text("{% for m in messages %}" + text + "{{ eos_token }}{% endfor %}")
         settings = {"chat_template": str(template)}
-        return key(DPOModelDataset([str(chats)], tiny_tokenizer, WIDTH, settings))
+        return key(DPOModelDataset([chats], tiny_tokenizer, WIDTH, settings))
 
     other = copy.copy(tiny_tokenizer)
     other.tokenizer = copy.deepcopy(tiny_tokenizer.tokenizer)
@@ -198,31 +191,15 @@ def test_damaged_files_are_computed_again_with_one_line(case, name, caplog):
     assert case.kept()[1] == 0
 
 
-def test_files_of_other_items_are_refused_when_they_are_read(case, tiny_tokenizer):
+def test_files_of_other_items_are_refused_when_they_are_read(case):
     case.kept()
     (folder,) = (case.root / "kept").iterdir()
     columns = Reference.REFERENCE_COLUMNS
     with pytest.raises(UserError, match="it has 39 items, the data 38. Remove that folder"):
-        WithReferenceLogProbs(other_data(case, tiny_tokenizer, count=38), folder, columns)
-    other = WithReferenceLogProbs(other_data(case, tiny_tokenizer, word="play"), folder, columns)
+        WithReferenceLogProbs(case.build(count=38), folder, columns)
+    other = WithReferenceLogProbs(case.build(word="play"), folder, columns)
     with pytest.raises(UserError, match=r"item 0 is another. Remove that folder"):
         other[0]
-
-
-class Breaks(Reference):
-    error: BaseException = RuntimeError("stopped")
-
-    def get_ref_policy_logprobs(self, batch):
-        if self.passes == 1:
-            raise self.error
-        return super().get_ref_policy_logprobs(batch)
-
-
-def test_an_interrupted_pass_leaves_nothing(case, tiny_tokenizer):
-    with pytest.raises(RuntimeError, match="stopped"):
-        case.kept(Breaks(tiny_tokenizer))
-    assert not list((case.root / "kept").iterdir())
-    assert case.kept()[1] == 2
 
 
 def test_the_second_of_two_jobs_at_once_leaves_the_files_of_the_first(case, tiny_tokenizer):
@@ -253,20 +230,20 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(case, tiny_tokenizer, monkey
     assert not list((case.root / "kept").iterdir())
 
 
-KINDS = {"dpo": (MegatronGPTDPOModel, write_pairs), "kto": (MegatronGPTKTOModel, write_labelled)}
+KINDS = {"dpo": (MegatronGPTDPOModel, pairs), "kto": (MegatronGPTKTOModel, labelled)}
 
 
 @pytest.mark.slow
 @some_of("peft", ["none", "lora"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_copy_is_kept_and_the_loss_is_that_of_log_probs_of_the_batch(
-    tiny_tokenizer_dir, tmp_path, kind, peft
+    tiny_tokenizer_dir, tmp_path, write, kind, peft
 ):
     """Of real models, which are not their references any more."""
     torch.manual_seed(0)
-    cls, write = KINDS[kind]
+    cls, records = KINDS[kind]
     (tmp_path / "weights").write_bytes(b"weights")
-    path = write(tmp_path / "data.jsonl")
+    path = write(*records())
     data = {"data_prefix": {"train": [path], "validation": [path]}, "seq_length": WIDTH}
     model = cls(tiny_config(tiny_tokenizer_dir, micro_batch_size=2, data=data))
     model.init_peft({"peft_scheme": peft})

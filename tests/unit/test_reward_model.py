@@ -1,20 +1,32 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The reward model against plain torch on its own hidden states, and its loss against a loop over
-pairs.
+"""The reward model against plain torch on its own hidden states, its losses against loops over
+pairs or labels, and the validation of labels against numpy on the whole set.
 """
 
 import math
+from functools import partial
 
+import numpy as np
 import pytest
 import torch
+from omegaconf import OmegaConf
 
+from nemo_aligner.algorithms.supervised import SupervisedTrainer
 from nemo_aligner.checkpoint.checkpointing import CheckpointCallback
 from nemo_aligner.core.errors import ConfigError, UserError
+from nemo_aligner.data.nlp.builders import build_dataloader
 from nemo_aligner.launch.model_loading import load_from_nemo
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
-from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRewardModel
+from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import (
+    MegatronGPTRegressionRewardModel,
+    MegatronGPTRewardModel,
+    RewardModelType,
+    held_out_text,
+)
 from nemo_aligner.training.optim import optimizer_step
+from tests.data_sets import build_labelled
+from tests.ppo_fakes import FakeLogger
 from tests.tiny_models import assert_gradients_of, tiny_config
 
 pytestmark = pytest.mark.slow
@@ -42,9 +54,16 @@ def hidden_states(model, tokens):
         lambda _module, _inputs, output: seen.append(output.detach())
     )
     for row in tokens:
-        module(row[None], torch.arange(len(row))[None], None, lengths=torch.tensor([len(row)]))
+        alone(module, row, len(row))
     hook.remove()
     return torch.cat(seen, dim=1).transpose(0, 1).float()
+
+
+def alone(module, row, length):
+    """The outputs for one sample without its padding."""
+    row = row[None, : int(length)]
+    given = row, torch.arange(row.size(1))[None], None
+    return module(*given, lengths=torch.tensor([row.size(1)]))
 
 
 def pair_batch(width=9, seed=1):
@@ -82,9 +101,8 @@ def test_attributes_and_their_merging(tiny_tokenizer_dir):
     inputs = (random_tokens(5), LENGTHS)
     attributes = apart.infer(inputs)
     assert attributes.shape == (5, 3)
-    torch.testing.assert_close(
-        merged.infer(inputs), (attributes * torch.tensor(weights)).sum(-1, keepdim=True)
-    )
+    wanted = (attributes * torch.tensor(weights)).sum(-1, keepdim=True)
+    torch.testing.assert_close(merged.infer(inputs), wanted)
     last = values.infer(inputs)[torch.arange(5), LENGTHS - 1]  # by default the attributes' mean
     torch.testing.assert_close(last, attributes.mean(-1))
 
@@ -119,17 +137,9 @@ def test_standardization(tiny_tokenizer_dir):
 def test_loss_metrics_and_gradient_equal_a_loop_over_pairs(tiny_tokenizer_dir, micro_batch_size):
     batch = pair_batch()
     plain = make_model(tiny_tokenizer_dir).unwrapped()[0]
-    losses, rewards = [], []
-    for i in (0, 1, 3):
-        pair = []
-        for kind in ("chosen", "rejected"):
-            length = int(batch[f"{kind}_length"][i])
-            row = batch[kind][i : i + 1, :length]
-            score = plain(row, torch.arange(length)[None], None, lengths=torch.tensor([length]))
-            pair.append(score.squeeze())
-        losses.append(-torch.log(1 / (1 + torch.exp(pair[1] - pair[0]))))
-        rewards.append(pair)
-    expected = sum(losses) / 3
+    score = lambda kind, i: alone(plain, batch[kind][i], batch[f"{kind}_length"][i]).squeeze()
+    rewards = [(score("chosen", i), score("rejected", i)) for i in (0, 1, 3)]
+    expected = sum(-torch.log(1 / (1 + torch.exp(r - c))) for c, r in rewards) / 3
     expected.backward()
 
     model = make_model(tiny_tokenizer_dir, micro_batch_size=micro_batch_size)
@@ -199,23 +209,19 @@ def test_fp32_head_of_a_bf16_model_trains_and_resumes(tiny_tokenizer_dir, tmp_pa
         optimizer, scheduler = model.setup_megatron_optimization(10)
         before = head_of(model).weight.detach().clone()
         runs[name] = train_steps(model, optimizer, scheduler, 3)
-        assert (
-            head_of(model).weight - before
-        ).abs().max() <= 4e-3  # three Adam steps of at most the learning rate
+        # Three Adam steps of at most the learning rate.
+        assert (head_of(model).weight - before).abs().max() <= 4e-3
     for ours, theirs in zip(runs["distributed_fused_adam"], runs["adamw"], strict=True):
         assert ours == pytest.approx(theirs, rel=1e-5)
     assert runs["adamw"][2][0] < runs["adamw"][0][0]
 
-    CheckpointCallback(
-        tmp_path, model, optimizer, scheduler, name="rm", save_nemo_on_train_end=False
-    ).custom_save({}, trainer_state={"step": 3})
+    saving = CheckpointCallback(tmp_path, model, optimizer, scheduler, name="rm")
+    saving.custom_save({}, trainer_state={"step": 3})
     expected = train_steps(model, optimizer, scheduler, 2)
     again = make_model(tiny_tokenizer_dir, precision="bf16", seed=9)
-    optimizer, scheduler = again.setup_megatron_optimization(10)
-    assert CheckpointCallback(tmp_path, again, optimizer, scheduler, name="rm").load_latest() == {
-        "step": 3
-    }
-    assert train_steps(again, optimizer, scheduler, 2) == expected
+    parts = again, *again.setup_megatron_optimization(10)
+    assert CheckpointCallback(tmp_path, *parts, name="rm").load_latest() == {"step": 3}
+    assert train_steps(*parts, 2) == expected
 
 
 def test_a_language_model_becomes_a_reward_model_and_a_reward_model_keeps_its_head(
@@ -225,8 +231,8 @@ def test_a_language_model_becomes_a_reward_model_and_a_reward_model_keeps_its_he
     language_model = MegatronGPTModel(cfg)
     language_model.save_to(str(tmp_path / "lm.nemo"))
     other_seed = tiny_config(tiny_tokenizer_dir, architecture="gpt2", seed=5)
-    path = tmp_path / "lm.nemo"
-    fresh = load_from_nemo(MegatronGPTRewardModel, other_seed, None, restore_path=path)
+    load = partial(load_from_nemo, MegatronGPTRewardModel, other_seed, None)
+    fresh = load(restore_path=tmp_path / "lm.nemo")
     assert not fresh.has_trained_head
     trunk = dict(language_model.unwrapped()[0].named_parameters())
     for name, parameter in fresh.unwrapped()[0].named_parameters():
@@ -236,11 +242,9 @@ def test_a_language_model_becomes_a_reward_model_and_a_reward_model_keeps_its_he
     with torch.no_grad():
         head_of(fresh).weight.add_(1.0)
     fresh.save_to(str(tmp_path / "rm.nemo"))
-    path = tmp_path / "rm.nemo"
-    kept = load_from_nemo(MegatronGPTRewardModel, other_seed, None, restore_path=path)
+    kept = load(restore_path=tmp_path / "rm.nemo")
     assert kept.has_trained_head and torch.equal(head_of(kept).weight, head_of(fresh).weight)
-    options = {"restore_path": tmp_path / "rm.nemo", "load_base_model_only": True}
-    dropped = load_from_nemo(MegatronGPTRewardModel, other_seed, None, **options)
+    dropped = load(restore_path=tmp_path / "rm.nemo", load_base_model_only=True)
     assert not dropped.has_trained_head
     torch.testing.assert_close(head_of(dropped).weight, head_of(fresh).weight - 1.0)
 
@@ -258,11 +262,145 @@ def test_what_cannot_be_trained_is_refused(tiny_tokenizer_dir):
     def check(**overrides):
         MegatronGPTRewardModel.check_training_config(tiny_config(tiny_tokenizer_dir, **overrides))
 
-    check(regression={"num_attributes": 3, "merge_attributes": True})
+    three = {"num_attributes": 3}
+    check(regression={**three, "merge_attributes": True})
     with pytest.raises(ConfigError, match="num_attributes=3"):
-        check(regression={"num_attributes": 3})
+        check(regression=three)
     with pytest.raises(ConfigError, match="output_sequence=True makes a critic"):
         check(output_sequence=True)
     with pytest.raises(ConfigError, match=r"attribute_weights=\[1.0, 2.0\] has 2 numbers .*=3"):
-        weights = {"num_attributes": 3, "attribute_weights": [1.0, 2.0]}
-        make_model(tiny_tokenizer_dir, regression=weights)
+        make_model(tiny_tokenizer_dir, regression={**three, "attribute_weights": [1.0, 2.0]})
+
+
+# --- regression
+
+
+NAN = float("nan")
+NO_LABEL = -100.0
+
+
+def make_regression(tokenizer_dir, num_attributes=2, **overrides):
+    regression = {"num_attributes": num_attributes} | overrides.pop("regression", {})
+    own = tiny_config(tokenizer_dir, regression=regression, **overrides)
+    return MegatronGPTRegressionRewardModel(own)
+
+
+def labelled_batch(width=9):
+    """Four samples with two attributes; the second lacks a label, and the third, an empty slot,
+    holds NaN.
+    """
+    generator = torch.Generator().manual_seed(1)
+    loss_mask = torch.ones(4, width)
+    loss_mask[2] = 0
+    labels = torch.tensor([[0.5, 2.0], [NO_LABEL, -1.0], [NAN, NAN], [3.0, 0.0]])
+    batch = {"inputs": torch.randint(0, 290, (4, width), generator=generator), "labels": labels}
+    return batch | {"lengths": torch.tensor([9, 4, 3, 7]), "loss_mask": loss_mask}
+
+
+def squared_errors(module, batch):
+    """One entry for each label that counts, the samples one by one and without padding."""
+    errors = []
+    for i in (0, 1, 3):
+        predictions = alone(module, batch["inputs"][i], batch["lengths"][i])[0]
+        labels = batch["labels"][i]
+        errors += [(predictions[a] - labels[a]) ** 2 for a in range(2) if labels[a] != NO_LABEL]
+    return errors
+
+
+@pytest.mark.parametrize("micro_batch_size", [1, 2])
+def test_loss_and_gradient_of_labels_equal_a_loop(tiny_tokenizer_dir, micro_batch_size):
+    batch = labelled_batch()
+    plain = make_regression(tiny_tokenizer_dir).unwrapped()[0]
+    errors = squared_errors(plain, batch)
+    assert len(errors) == 5
+    expected = sum(errors) / 5
+    expected.backward()
+
+    model = make_regression(tiny_tokenizer_dir, micro_batch_size=micro_batch_size)
+    model.setup_megatron_optimization(10)
+    model.prepare_for_training_step()
+    loss, metrics = model.get_loss_and_metrics(batch, forward_only=False)
+    assert loss == metrics["loss"] == pytest.approx(expected.item(), rel=1e-5)
+    assert metrics["weights"] == 5
+    assert_gradients_of(plain, model)
+    model.set_eval()
+    assert model.get_loss_and_metrics(batch, forward_only=True)[0] == pytest.approx(loss, rel=1e-6)
+
+
+def test_another_value_may_stand_for_a_missing_label(tiny_tokenizer_dir):
+    def metrics_of(model, batch):
+        return model.summarize_metrics(model.get_loss_and_metrics(batch, forward_only=True)[1])
+
+    batch = labelled_batch()
+    expected = metrics_of(make_regression(tiny_tokenizer_dir), batch)
+    batch["labels"][batch["labels"] == NO_LABEL] = -1e4
+    model = make_regression(tiny_tokenizer_dir, regression={"loss_mask_val": -1e4})
+    assert metrics_of(model, batch) == expected
+
+
+def test_what_cannot_be_a_regression_is_refused(tiny_tokenizer_dir):
+    standard = {"enable": True, "mean": 0.0, "std": 1.0}
+    with pytest.raises(ConfigError, match="reward_standardization.enable=True"):
+        make_regression(tiny_tokenizer_dir, reward_standardization=standard)
+    with pytest.raises(ConfigError, match="loss_func='classification' must be one of"):
+        make_regression(tiny_tokenizer_dir, regression={"loss_func": "classification"})
+    check = MegatronGPTRegressionRewardModel.check_training_config
+    cfg = tiny_config(tiny_tokenizer_dir, regression={"num_attributes": 2})
+    check(cfg)
+    cfg.regression.merge_attributes = True
+    with pytest.raises(ConfigError, match="merge_attributes=True"):
+        check(cfg)
+    with pytest.raises(ConfigError, match="output_sequence=True makes a critic"):
+        check(tiny_config(tiny_tokenizer_dir, output_sequence=True))
+    # Whoever trains such a model all the same must not compare its one number with both labels.
+    with pytest.raises(ValueError, match="must be equal"):
+        model = MegatronGPTRegressionRewardModel(cfg)
+        model.get_loss_and_metrics(labelled_batch(), forward_only=True)
+
+
+@pytest.mark.parametrize("num_attributes", [1, 3])
+def test_validation_over_uneven_batches_is_the_correlation_of_the_whole_set(
+    tiny_tokenizer_dir, write, num_attributes
+):
+    """Seven samples in batches of four: an empty slot fills the last one."""
+    rng = np.random.default_rng(2)
+    labels = rng.normal(size=(7, num_attributes)).round(3)
+    labels[[1, 5], 0] = NO_LABEL
+    texts = [f"the film {'was very '[: 3 * i]}dull {i}" for i in range(7)]
+    path = write(*({"text": text, "label": row} for text, row in zip(texts, labels.tolist())))
+    model = make_regression(tiny_tokenizer_dir, num_attributes, micro_batch_size=2)
+    own = {"model": {"regression": {"num_attributes": num_attributes}}, "append_eod": True}
+    dataset, *_ = build_labelled({"train": [path]}, model.tokenizer, seq_length=48, **own)
+    cfg = OmegaConf.create({"model": {"seed": 1, "data": {"num_workers": 0}}})
+
+    def loader(is_training):
+        options = dict(drop_last=is_training, pad_samples_to_global_batch_size=not is_training)
+        return build_dataloader(cfg, dataset, 0, 2, 4, use_random_sampler=is_training, **options)
+
+    settings = OmegaConf.create({"max_epochs": 1, "val_check_interval": 1, "save_interval": -1})
+    loaders = loader(True), loader(False), None
+    trainer = SupervisedTrainer(settings, model, None, None, *loaders, FakeLogger(), None, None)
+    metrics = trainer.run_validation()
+    model.prepare_for_inference()
+    predictions = model.infer(texts, add_EOS=True).double().numpy()
+    keep = labels != NO_LABEL
+    columns = [(predictions[keep[:, a], a], labels[keep[:, a], a]) for a in range(num_attributes)]
+    expected = [np.corrcoef(*column)[0, 1] for column in columns]
+    assert metrics["loss"] == pytest.approx(((predictions - labels)[keep] ** 2).mean(), rel=1e-5)
+    assert metrics["correlation"] == pytest.approx(np.mean(expected), abs=1e-5)
+    assert trainer.held_out["validation"] == (metrics, keep.sum())
+    if num_attributes == 1:
+        assert set(metrics) == {"loss", "correlation"}
+    else:
+        assert [metrics[f"correlation_{a}"] for a in range(3)] == pytest.approx(expected, abs=1e-5)
+
+
+def test_held_out_text():
+    pairs, labels = RewardModelType.BINARY_RANKING, RewardModelType.REGRESSION
+    parts = {"correlation": 0.5, "correlation_0": 0.25, "correlation_2": 0.75}
+    for kind, metrics, count, text in (
+        (pairs, {"loss": 0.1, "acc": 0.98046875}, 1, "accuracy 0.980 on 256 pairs"),
+        (labels, parts, 3, "correlation 0.500 on 256 labels (by attribute 0: 0.250, 2: 0.750)"),
+        (labels, {"loss": 1.0}, 1, "correlation undefined on 256 labels"),
+    ):
+        assert held_out_text(kind, metrics, 256.0, count) == f"held-out {text}"

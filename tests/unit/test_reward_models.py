@@ -14,19 +14,20 @@ def read(**section):
     return read_reward_models(OmegaConf.create(section), "remote_rm")
 
 
+def at(ip, port, /, **beside):
+    return {"reward_model": {"ip": ip, "port": port}, **beside}
+
+
 @pytest.mark.parametrize(
     "section, addresses",
     [
         ({}, [("localhost", 5555)]),
-        ({"reward_model": {"ip": "a", "port": 7}}, [("a", 7)]),
-        ({"reward_model": {"ip": ["a", "b"], "port": 7}}, [("a", 7), ("b", 7)]),
-        ({"reward_model": {"ip": "a", "port": [7, 8, 9]}}, [("a", 7), ("a", 8), ("a", 9)]),
-        ({"reward_model": {"ip": "a", "port": 7}, "host": "h", "port": 9}, [("h", 9)]),
-        ({"reward_model": {"ip": "a", "port": 7}, "host": ["h", "i"]}, [("h", 7), ("i", 7)]),
-        (
-            {"reward_model": {"ip": ["a", "b"], "port": 7}, "host": None, "port": 9},
-            [("a", 9), ("b", 9)],
-        ),
+        (at("a", 7), [("a", 7)]),
+        (at(["a", "b"], 7), [("a", 7), ("b", 7)]),
+        (at("a", [7, 8, 9]), [("a", 7), ("a", 8), ("a", 9)]),
+        (at("a", 7, host="h", port=9), [("h", 9)]),
+        (at("a", 7, host=["h", "i"]), [("h", 7), ("i", 7)]),
+        (at(["a", "b"], 7, host=None, port=9), [("a", 9), ("b", 9)]),
     ],
 )
 def test_addresses_of_one_reward_model(section, addresses):
@@ -52,26 +53,23 @@ def test_an_ensemble_keeps_names_order_endpoints_and_weights():
     assert specs[1].setting == "remote_rm.reward_models.terse"
 
 
-def one(**options):
-    return {"reward_models": {"x": {"ip": "a", "port": 7, **options}}}
+def one(name="x", **options):
+    return {"reward_models": {name: {"ip": "a", "port": 7, **options}}}
 
 
 @pytest.mark.parametrize(
     "section, words",
     [
-        (
-            {"reward_model": {"ip": ["a", "b"], "port": [1, 2, 3]}},
-            ["2 servers", "3 ports", "remote_rm.reward_model.ip"],
-        ),
-        ({"reward_model": {"ip": "a", "port": 0}}, ["reward_model.port=0", "not a TCP port"]),
-        ({"reward_model": {"ip": ["a", ""], "port": 7}}, ["'' is not a host name"]),
-        ({"reward_model": {"ip": ["a", "b", "a"], "port": 7}}, ["a:7 more than once"]),
+        (at(["a", "b"], [1, 2, 3]), ["2 servers", "3 ports", "remote_rm.reward_model.ip"]),
+        (at("a", 0), ["reward_model.port=0", "not a TCP port"]),
+        (at(["a", ""], 7), ["'' is not a host name"]),
+        (at(["a", "b", "a"], 7), ["a:7 more than once"]),
         ({"reward_model": "a:7"}, ["remote_rm.reward_model='a:7'", "section"]),
         ({"reward_models": ["a", "b"]}, ["remote_rm.reward_models=", "must map names to servers"]),
         (one(wieght=0.1), ["x has the unknown key wieght", "weight"]),
         ({"reward_models": {"x": {"ip": "a"}}}, ["x.port is not set"]),
-        ({"reward_models": {"with_kl": {"ip": "a", "port": 7}}}, ["'with_kl'", "metric"]),
-        ({"reward_models": {"a b": {"ip": "a", "port": 7}}}, ["'a b'", "letters"]),
+        (one("with_kl"), ["'with_kl'", "metric"]),
+        (one("a b"), ["'a b'", "letters"]),
         ({"reward_model": {"ip": "a:7"}}, ["ip='a:7'", "remote_rm.reward_model.port"]),
         (one(weight=float("nan")), ["x.weight=nan"]),
         (one(weight=0), ["every weight", "is 0"]),

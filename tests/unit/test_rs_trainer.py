@@ -75,18 +75,11 @@ def test_without_validation_data_nothing_is_validated(make):
 
 def test_failed_scoring_ends_the_run_before_an_update():
     trainer = make_rs_trainer()
-    submitted = []
-
-    def infer_rm(rollout):
-        submitted.append(
-            FakeFuture(trainer.events, "rm_result", RuntimeError("remote traceback: model lost"))
-        )
-        return submitted[-1]
-
-    trainer.score = infer_rm
+    lost = FakeFuture(trainer.events, "rm_result", RuntimeError("remote traceback: model lost"))
+    trainer.score = lambda _rollout: trainer.events.append("rm_infer") or lost
     with pytest.raises(RuntimeError, match="remote traceback: model lost"):
         trainer.fit()
-    assert len(submitted) == 12 and "update" not in trainer.events
+    assert trainer.events.count("rm_infer") == 12 and "update" not in trainer.events
 
 
 # ------------------------------------------------------------------------------------- selection
@@ -189,11 +182,10 @@ def test_end_token_is_trained_on_and_stand_ins_are_not():
 
 def test_loader_that_runs_ahead_changes_nothing():
     """Worker processes draw indices before they are needed."""
-    ahead, plain = make_rs_trainer(max_epochs=2, num_workers=1), make_rs_trainer(max_epochs=2)
-    ahead.load_state_dict({"step": 1, "consumed_samples": 8, "rs_optimization_step": 4})
-    plain.load_state_dict({"step": 1, "consumed_samples": 8, "rs_optimization_step": 4})
-    ahead.fit()
-    plain.fit()
+    ahead, plain = (make_rs_trainer(max_epochs=2, num_workers=workers) for workers in (1, 0))
+    for trainer in (ahead, plain):
+        trainer.load_state_dict({"step": 1, "consumed_samples": 8, "rs_optimization_step": 4})
+        trainer.fit()
     assert ahead.step == 6
     assert trained_rows(ahead.model.batches) == trained_rows(plain.model.batches)
 

@@ -1,13 +1,16 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Samplers against naive loops: what all ranks together see, how a pass resumes, and which sizes
-are refused.
+"""Samplers: whatever the sizes and the split, all ranks together see the global batches of a naive
+order, and a job that resumes at any point goes on with those that come next; and which sizes are
+refused.
 """
 
 import itertools
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.data.nlp.samplers import (
@@ -16,8 +19,12 @@ from nemo_aligner.data.nlp.samplers import (
     MegatronPretrainingRandomSampler,
     MegatronPretrainingSampler,
 )
+from tests.properties import tried
 
 RANDOM = [MegatronPretrainingRandomSampler, MegatronPretrainingRandomBatchSampler]
+IN_ORDER = [MegatronPretrainingSampler, MegatronPretrainingBatchSampler]
+WHOLE = MegatronPretrainingRandomBatchSampler, MegatronPretrainingBatchSampler
+DIVISORS = {8: (1, 2, 4, 8), 12: (1, 2, 3, 4, 6, 12)}  # of a global batch
 
 
 def make(cls, total, consumed=0, mbs=2, gbs=8, rank=0, dp=2, **kwargs):
@@ -26,54 +33,78 @@ def make(cls, total, consumed=0, mbs=2, gbs=8, rank=0, dp=2, **kwargs):
     return cls(consumed_samples=consumed, **sizes, **place, **kwargs)
 
 
-def naive_random(total, consumed, gbs, rank, dp, seed):
-    """This rank's indices for the rest of an epoch, written down from the definition."""
-    per_epoch = total // gbs * gbs
-    generator = torch.Generator()
-    generator.manual_seed(seed + consumed // per_epoch)
-    order = torch.randperm(total, generator=generator).tolist()
-    mine = []
-    for start in range(consumed % per_epoch, per_epoch, gbs):
-        for place in range(gbs):
-            if place // (gbs // dp) == rank:
-                mine.append(order[start + place])
-    return mine
+@st.composite
+def splits(draw, gbs):
+    """Data-parallel ranks and micro-batch size of a global batch."""
+    ranks = draw(st.sampled_from(DIVISORS[gbs]))
+    return ranks, draw(st.sampled_from([n for n in DIVISORS[gbs] if gbs // ranks % n == 0]))
+
+
+@st.composite
+def jobs(draw):
+    """Samples, global batch, a split of it, global batches that are done, seed."""
+    gbs = draw(st.sampled_from(sorted(DIVISORS)))
+    total, split = draw(st.integers(gbs, 60)), draw(splits(gbs))
+    return total, gbs, split, draw(st.integers(0, 20)), draw(st.integers(0, 5))
+
+
+def global_batches(cls, total, gbs, split, done, passes=1, **options):
+    """The global batches of `passes` passes, the ranks' shares of each one after the other."""
+    ranks, mbs = split
+    shares = []
+    for rank in range(ranks):
+        sampler = make(cls, total, done * gbs, mbs, gbs, rank, ranks, **options)
+        own = []
+        for _ in range(passes):
+            announced, batches = len(sampler), list(sampler)
+            assert len(batches) == announced
+            assert {len(batch) for batch in batches} <= {gbs // ranks if cls in WHOLE else mbs}
+            own += [index for batch in batches for index in batch]
+        shares.append(own)
+    size = gbs // ranks
+    assert len({len(share) for share in shares}) == 1 and len(shares[0]) % size == 0
+    starts = range(0, len(shares[0]), size)
+    return [[i for share in shares for i in share[at : at + size]] for at in starts]
 
 
 @pytest.mark.parametrize("cls", RANDOM)
-@pytest.mark.parametrize("total,consumed,dp", [(24, 0, 1), (24, 16, 2), (29, 40, 2), (31, 0, 4)])
-def test_random_order_is_the_naive_one(cls, total, consumed, dp):
-    for rank in range(dp):
-        batches = list(make(cls, total, consumed, rank=rank, dp=dp, seed=7))
-        size = 2 if cls is MegatronPretrainingRandomSampler else 8 // dp
-        assert {len(batch) for batch in batches} == {size}
-        assert list(itertools.chain(*batches)) == naive_random(total, consumed, 8, rank, dp, 7)
+@tried(60)
+@given(job=jobs())
+def test_global_batches_depend_neither_on_ranks_nor_on_micro_batches(cls, job):
+    """They are those of one permutation for each epoch, from any place in the first two on."""
+    total, gbs, split, done, seed = job
+    per_epoch, generator = total // gbs, torch.Generator()
+    naive = []
+    for epoch in range(4):
+        order = torch.randperm(total, generator=generator.manual_seed(seed + epoch)).tolist()
+        naive += [order[at : at + gbs] for at in range(0, per_epoch * gbs, gbs)]
+    done %= 2 * per_epoch
+    found = global_batches(cls, total, gbs, split, done, passes=2, seed=seed)
+    assert found == naive[done:][: len(found)] and len(found) > per_epoch
 
 
-@pytest.mark.parametrize("cls", RANDOM)
-def test_global_batches_depend_neither_on_ranks_nor_on_micro_batches(cls):
-    def global_batches(mbs, dp):
-        samplers = [make(cls, 29, mbs=mbs, rank=rank, dp=dp) for rank in range(dp)]
-        shares = [list(itertools.chain(*sampler)) for sampler in samplers]
-        size = 8 // dp
-        starts = range(0, 3 * size, size)
-        return [{i for share in shares for i in share[k : k + size]} for k in starts]
+@pytest.mark.parametrize("cls", IN_ORDER)
+@tried(60)
+@given(job=jobs(), filled=st.booleans())
+def test_one_pass_in_order(cls, job, filled):
+    total, gbs, split, done, _ = job
+    options = {"drop_last": not filled, "pad_samples_to_global_batch_size": filled}
+    used = total + -total % gbs if filled else total // gbs * gbs
+    order = [index if index < total else -1 for index in range(used)]
+    naive = [sorted(order[at : at + gbs]) for at in range(0, used, gbs)]
+    found = global_batches(cls, total, gbs, split, done, **options)
+    assert [sorted(batch) for batch in found] == naive[done:]
 
-    assert global_batches(1, 1) == global_batches(4, 2) == global_batches(2, 4)
 
-
-def test_in_order_and_padded():
-    micro, whole = MegatronPretrainingSampler, MegatronPretrainingBatchSampler
+def test_shares_of_a_rank():
+    micro, whole = IN_ORDER
     padded = {"drop_last": False, "pad_samples_to_global_batch_size": True}
     assert list(make(micro, 17, rank=1)) == [[2, 3], [6, 7], [10, 11], [14, 15]]
     assert list(make(whole, 17, rank=1)) == [[1, 3, 5, 7], [9, 11, 13, 15]]
-    assert list(make(micro, 11, rank=0, **padded)) == [[0, 1], [4, 5], [8, 9], [-1, -1]]
     assert list(make(micro, 11, rank=1, **padded)) == [[2, 3], [6, 7], [10, -1], [-1, -1]]
     sampler = make(whole, 11, rank=1, **padded)
-    assert list(sampler) == list(sampler) == [[1, 3, 5, 7], [9, -1, -1, -1]] and len(sampler) == 2
+    assert list(sampler) == list(sampler) == [[1, 3, 5, 7], [9, -1, -1, -1]]
     assert list(make(whole, 3, rank=1, **padded)) == [[1, -1, -1, -1]]
-    assert list(make(whole, 16, consumed=8)) == [[8, 10, 12, 14]]
-    assert list(make(whole, 16, consumed=16)) == []
 
 
 def test_a_pass_starts_at_any_sample():
@@ -81,12 +112,12 @@ def test_a_pass_starts_at_any_sample():
     order = list(itertools.chain(*make(RANDOM[1], 30, dp=1, gbs=2)))
     sampler = make(RANDOM[1], 30, consumed=14, dp=1)
     assert list(sampler) == [order[14:22], order[22:30]] and sampler.consumed_samples == 24
-    in_order = make(MegatronPretrainingBatchSampler, 30, consumed=14, dp=1)
+    in_order = make(IN_ORDER[1], 30, consumed=14, dp=1)
     assert list(in_order) == [list(range(14, 22)), list(range(22, 30))]
 
 
 def test_refusals_name_values_and_keys():
-    at_random, in_order = MegatronPretrainingRandomSampler, MegatronPretrainingSampler
+    at_random, in_order = RANDOM[0], IN_ORDER[0]
     batches = "global batch size 10 .*num_rollout_samples.* multiple of 4 .*size 2 .*x 2 "
     for cls, total, options, error, message in (
         (at_random, 32, {"gbs": 10}, ConfigError, batches),

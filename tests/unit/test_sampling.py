@@ -51,37 +51,32 @@ def test_invert_cdf_by_hand_and_at_its_edges():
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("forbidden", "options"),
     [
-        {},
-        {"temperature": 0.5},
-        {"temperature": 2.0, "top_k": 5},
-        {"top_p": 0.7},
-        {"temperature": 1.3, "top_k": 9, "top_p": 0.8, "penalty": 1.4, "forbidden": [2, 5]},
+        ([], {}),
+        ([], {"temperature": 0.5}),
+        ([], {"temperature": 2.0, "top_k": 5}),
+        ([], {"top_p": 0.7}),
+        ([2, 5], {"temperature": 1.3, "top_k": 9, "top_p": 0.8, "penalty": 1.4}),
     ],
 )
-def test_choose_tokens_agrees_with_loops(options):
+def test_choose_tokens_agrees_with_loops(forbidden, options):
     rows, vocab = 200, 40
     logits = random_logits(rows, vocab)
     prompts = torch.randint(0, vocab, (rows, 6), generator=torch.Generator().manual_seed(1))
     uniforms = sample_uniforms(torch.arange(rows), 1).squeeze(1)
     too_short = torch.arange(rows) % 2 == 0
+    own = {name.replace("penalty", "repetition_penalty"): x for name, x in options.items()}
     chosen = choose_tokens(
         logits,
-        GenerationParams(
-            1,
-            temperature=options.get("temperature", 1.0),
-            top_k=options.get("top_k", 0),
-            top_p=options.get("top_p", 1.0),
-            repetition_penalty=options.get("penalty", 1.0),
-        ),
+        GenerationParams(1, **own),
         uniforms,
         seen=seen_tokens(prompts, torch.full((rows,), 6), vocab),
-        end_token_ids=torch.tensor(options.get("forbidden", []), dtype=torch.int64),
+        end_token_ids=torch.tensor(forbidden, dtype=torch.int64),
         too_short=too_short,
     )
     for row in range(rows):
-        here = dict(options, forbidden=options.get("forbidden", []) if too_short[row] else [])
+        here = {**options, "forbidden": forbidden if too_short[row] else []}
         probabilities = naive_probabilities(logits[row].tolist(), prompts[row].tolist(), **here)
         assert chosen[row] == naive_draw(probabilities, uniforms[row].item()), row
 

@@ -35,7 +35,6 @@ from tests.preference_jobs import (
 from tests.spin_jobs import (
     BETAS,
     EPOCHS,
-    LENGTH,
     LONGEST_RESPONSE,
     LORA,
     PAIRS,
@@ -60,31 +59,15 @@ def data(tiny_tokenizer, tmp_path):
 # --- prompts
 
 
-def test_the_last_response_is_told_from_its_prompt(tiny_tokenizer, data):
-    items = [data[i] for i in range(6)]
-    batch = spin_custom_collate(items, eos_id=tiny_tokenizer.eos_id)
-    assert batch["idx"].tolist() == list(range(6))
-    for i, record in enumerate(list(records())[:5]):
-        prompt = tiny_tokenizer.text_to_ids(record["input"])
-        response = tiny_tokenizer.text_to_ids(f" {record['output']}") + [tiny_tokenizer.eos_id]
-        assert batch["prompt_lengths"][i] == len(prompt)
-        length = int(batch["combined_lengths"][i])
-        row = batch["prompts_and_answers"][i].tolist()
-        assert row[:length] == prompt + response
-        assert set(row[length:]) <= {tiny_tokenizer.eos_id}
-    assert batch["prompt_lengths"][5] == batch["combined_lengths"][5] == LENGTH
-
-
 def test_of_a_conversation_the_last_turn_that_is_whole_or_cut_is_the_response(
     tiny_tokenizer, tmp_path
 ):
-    turns = [("user", "hello"), ("assistant", "a joy"), ("user", "and")]
-    turns.append(("assistant", "a bad one"))
-    messages = [{"role": role, "content": content} for role, content in turns]
+    said = ["hello", "a joy", "and", "a bad one"], ["a", "b"]
+    roles = ("user", "assistant") * 2
+    turns = [[{"role": r, "content": text} for r, text in zip(roles, texts)] for texts in said]
     template = tmp_path / "template.jinja"
     template.write_text(CHAT)
-    short = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    path = write(tmp_path / "chat.jsonl", [{"messages": messages}, {"messages": short}])
+    path = write(tmp_path / "chat.jsonl", [{"messages": messages} for messages in turns])
     for longest in range(99, 10, -4):
         data = sft_data(tiny_tokenizer, path, chat_template=str(template), max_seq_length=longest)
         item = data[0]
@@ -154,18 +137,12 @@ def naive_iterations(hf, data, drawn, eos_id, average):
             before = logps(reference)
         terms, actual, generated = trl.dpo_loss(*logps(hf), *before)
         update(hf, optimizer, terms.mean())
-        found.append(
-            {
-                "loss": terms.mean().item(),
-                "rewards_actual_mean": actual.mean().item() / BETAS[iteration],
-                "rewards_generated_mean": generated.mean().item() / BETAS[iteration],
-                "acc": (actual > generated).float().mean().item(),
-                "iteration": iteration + 1,
-                "epoch": step // STEPS_PER_EPOCH % EPOCHS + 1,
-                "ref_policy_kl_penalty": BETAS[iteration],
-                "responses": responses,
-            }
-        )
+        beta, metrics = BETAS[iteration], {"responses": responses, "loss": terms.mean().item()}
+        metrics["rewards_actual_mean"] = actual.mean().item() / beta
+        metrics["rewards_generated_mean"] = generated.mean().item() / beta
+        metrics["acc"] = (actual > generated).float().mean().item()
+        metrics |= {"epoch": step // STEPS_PER_EPOCH % EPOCHS + 1, "iteration": iteration + 1}
+        found.append(metrics | {"ref_policy_kl_penalty": beta})
     return found
 
 
@@ -180,13 +157,7 @@ def test_two_iterations_end_at_the_weights_of_a_loop_with_trl(
     model = load_from_nemo(MegatronGPTSPINModel, cfg, None, restore_path=write_folder(hf))
     trainer, log, drawn = trainer_of(model, data, tiny_tokenizer)
     played, play = [], trainer.play
-
-    def record(batches):
-        pairs = play(batches)
-        played.extend(pairs)
-        return pairs
-
-    trainer.play = record
+    trainer.play = lambda batches: played.extend(pairs := play(batches)) or pairs
     trainer.fit()
     assert len(log) == len(drawn) == STEPS
     for start in range(0, STEPS, STEPS_PER_EPOCH):  # each pass has all examples
@@ -254,16 +225,15 @@ def test_with_adapters_the_reference_is_those_of_the_iteration_before(
 ):
     model = tiny_model(tiny_tokenizer_dir, LORA)
     trainer, log, _ = trainer_of(model, data, tiny_tokenizer, max_steps=7)
-    items = [data[i] for i in range(4)]
-    batch = spin_custom_collate(items, eos_id=tiny_tokenizer.eos_id)
-    pairs = {"actual": batch["prompts_and_answers"], "actual_length": batch["combined_lengths"]}
-    pairs |= {"generated": pairs["actual"], "generated_length": pairs["actual_length"]}
-    mask = torch.ones_like(pairs["actual"], dtype=torch.float32)
-    pairs |= dict.fromkeys(("actual_mask", "generated_mask", "loss_mask"), mask)
+    batch = spin_custom_collate([data[i] for i in range(4)], eos_id=tiny_tokenizer.eos_id)
+    tokens, lengths = batch["prompts_and_answers"], batch["combined_lengths"]
+    pairs = dict.fromkeys(("actual_mask", "generated_mask", "loss_mask"), torch.ones(tokens.shape))
+    pairs |= {"actual": tokens, "generated": tokens}
+    pairs |= {"actual_length": lengths, "generated_length": lengths}
 
     def policy():
         model.set_eval()
-        logprobs = model.get_inference_log_probs(pairs["actual"], None, pairs["actual_length"])
+        logprobs = model.get_inference_log_probs(tokens, None, lengths)
         model.set_train()
         return logprobs
 
@@ -331,11 +301,7 @@ def test_the_memory_of_keys_says_how_many_steps_respond_together(
 ):
     """With room for one response a step at a time; with room for all no more than there are."""
     cached, new_cache = [], DecodingModel.new_cache
-
-    def counted(model, slots):
-        cached.append(slots)
-        return new_cache(model, slots)
-
+    counted = lambda model, slots: cached.append(slots) or new_cache(model, slots)
     monkeypatch.setattr(DecodingModel, "new_cache", counted)
     for gigabytes, ahead, slots in ((1e-9, 1, 1), (1.0, 3, 12)):
         generation = {"kv_cache_gb": gigabytes}

@@ -62,8 +62,7 @@ def test_a_signal_in_a_step_ends_the_job_after_it(watching, number, name, again,
     assert f"{name}: the job ends after step 6 of 10, with exit code 76" in last
     ending = json.loads((tmp_path / "ending.json").read_text())
     assert ending.pop("time")
-    expected = {"code": 76, "name": "PRE_EMPTED", "reason": name, "step": 6}
-    assert ending == expected
+    assert ending == {"code": 76, "name": "PRE_EMPTED", "reason": name, "step": 6}
 
 
 def test_a_signal_in_a_save_needs_no_other_step(watching):
@@ -82,33 +81,29 @@ def test_a_job_that_has_made_its_last_step_has_finished(watching, capfd):
     assert "has made its last step and ends by itself" in capfd.readouterr().err
 
 
-def test_the_time_limit_has_a_code_of_its_own(watching):
-    with stop_requests.in_loop(4, 10, saves=True):
-        stop = stop_requests.after_step(5, FakeRunTimer(limit=1))
-    assert (stop.code, stop.code.name) == (75, "TIME") and "max_time_per_run" in stop.reason
-
-
 def test_a_job_without_checkpoints_says_so(watching, capfd):
     with stop_requests.in_loop(0, 10, saves=False):
         send(signal.SIGTERM)
     assert "does not save (save_interval) and ends" in capfd.readouterr().err
 
 
+def test_the_time_limit_has_a_code_of_its_own(watching):
+    with stop_requests.in_loop(4, 10, saves=True):
+        stop = stop_requests.after_step(5, FakeRunTimer(limit=1))
+    assert (stop.code, stop.code.name) == (75, "TIME") and "max_time_per_run" in stop.reason
+
+
 def test_children_do_not_take_the_signals_of_the_job(watching):
     with stop_requests.in_loop(0, 10, saves=True):
-        child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
-        child.start()
-        time.sleep(0.3)
-        for number in (signal.SIGUSR1, signal.SIGINT):
-            os.kill(child.pid, number)
-        time.sleep(0.3)
-        assert child.is_alive()
-        child.terminate()
-        child.join(patience(10))
-        assert child.exitcode == -signal.SIGTERM
-        for _ in range(20):  # also before its first instruction
+        for number in range(21):
             child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
             child.start()
+            if number == 0:  # the others end before their first instruction
+                time.sleep(0.3)
+                os.kill(child.pid, signal.SIGUSR1)
+                os.kill(child.pid, signal.SIGINT)
+                time.sleep(0.3)
+                assert child.is_alive()
             child.terminate()
             child.join(patience(10))
             assert child.exitcode == -signal.SIGTERM

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from nemo.utils import logging
 from omegaconf import OmegaConf
 
 from nemo_aligner.algorithms.supervised import SupervisedTrainer
@@ -129,20 +128,15 @@ class Numbers(torch.utils.data.Dataset):
         return index
 
 
-def make(
-    train=None, val=None, test=None, timer=None, run_init_validation=False, section=None, **cfg
-):
+def make(train=None, val=None, test=None, timer=None, section=None, **cfg):
     defaults = {"max_epochs": 2, "max_steps": -1, "val_check_interval": 2, "save_interval": 4}
     defaults |= {"gradient_clip_val": 1.5, "alarms": None}
     cfg = OmegaConf.create(defaults | {"limit_train_batches": 1.0, "limit_val_batches": 1.0} | cfg)
     model = FakeModel()
     optimizer = FakeOptimizer(model)
-    parts = {"cfg": cfg, "model": model, "optimizer": optimizer, "scheduler": optimizer}
-    parts |= {"train_dataloader": dataloader(22) if train is None else train}
-    parts |= {"val_dataloader": val, "test_dataloader": test, "logger": FakeLogger()}
-    parts |= {"ckpt_callback": Checkpoints(model, optimizer), "run_timer": timer or FakeRunTimer()}
-    parts |= {"run_init_validation": run_init_validation, "section": section}
-    return SupervisedTrainer(**parts)
+    parts = cfg, model, optimizer, optimizer, train or dataloader(22), val, test, FakeLogger()
+    parts = *parts, Checkpoints(model, optimizer), timer or FakeRunTimer()
+    return SupervisedTrainer(*parts, section=section)
 
 
 def test_training_is_the_naive_loop():
@@ -163,25 +157,22 @@ def test_training_is_the_naive_loop():
         weight, lr = weight - lr * gradient, lr * 0.9
     assert trainer.model.weight == pytest.approx(weight)
     assert set(trainer.optimizer.clips) == {1.5}
-    step_calls = ["zero_grad", "prepare_for_training_step", "backward"]
-    step_calls += ["finish_training_step", "step"]
-    assert trainer.model.calls == step_calls * 10
+    calls = "zero_grad prepare_for_training_step backward finish_training_step step".split()
+    assert trainer.model.calls == calls * 10
     assert trainer.logger.finalized and trainer.run_timer.started == 1
     assert (trainer.step, trainer.consumed_samples, trainer.epoch) == (10, 40, 2)
 
 
 def test_validation_is_weighted_and_monitored():
     loader = dataloader(6, random=False, drop_last=False)  # batches of four and of two samples
-    trainer = make(
-        val={"validation": loader, "validation_hard": dataloader(4, random=False)}, max_epochs=1
-    )
+    hard = dataloader(4, random=False)
+    trainer = make(val={"validation": loader, "validation_hard": hard}, max_epochs=1)
     trainer.fit()
     assert set(of(trainer, "validation/")) == {2, 4, 5} == set(of(trainer, "validation_hard/"))
     last = of(trainer, "validation/")[5]
     assert set(last) == {"loss", "acc"}
-    assert last["acc"] == pytest.approx(2.5) and of(trainer, "validation_hard/")[5][
-        "acc"
-    ] == pytest.approx(1.5)
+    assert last["acc"] == pytest.approx(2.5)
+    assert of(trainer, "validation_hard/")[5]["acc"] == pytest.approx(1.5)
     mean = sum((trainer.model.weight - x) ** 2 for x in range(6)) / 6
     assert last["loss"] == pytest.approx(mean)
     assert of(trainer, "timers/")[5]["validation_time"] >= 0
@@ -353,16 +344,13 @@ def test_an_old_checkpoint_says_its_position_by_its_counters():
     assert trainer.consumed_samples == 12 + 6 + 10 and trainer.epoch == 3
 
 
-@pytest.mark.parametrize(
-    ("asked", "said"),
-    [(60, "max_steps=60 is not reached.* after step 10, .* 5 steps in an epoch.*max_epochs=12"),
-     (11, "max_epochs=3"), (10, None), (-1, None)],
-)  # fmt: skip
-def test_steps_that_the_data_do_not_reach_are_said_at_the_start(asked, said, monkeypatch):
-    lines = []
-    monkeypatch.setattr(logging, "warning", lines.append)
-    make(max_steps=asked, section="trainer.dpo").fit()
-    assert len(lines) == bool(said) and (said is None or re.search(said, lines[0]))
+def test_steps_that_the_data_do_not_reach_are_said_at_the_start(warnings):
+    said = "max_steps=60 is not reached.* after step 10, .* 5 steps in an epoch.*max_epochs=12"
+    for asked, expected in ((60, said), (11, "max_epochs=3"), (10, None), (-1, None)):
+        warnings.clear()
+        make(max_steps=asked, section="trainer.dpo").fit()
+        assert len(warnings) == bool(expected)
+        assert expected is None or re.search(expected, warnings[0])
 
 
 def test_time_limit_saves_and_stops_without_the_end():
@@ -373,14 +361,14 @@ def test_time_limit_saves_and_stops_without_the_end():
 
 
 def test_refusals():
-    with pytest.raises(ConfigError, match="2 epochs need a random sampler"):
-        make(train=dataloader(22, random=False))
-    with pytest.raises(ConfigError, match="max_epochs=null needs max_steps"):
-        make(max_epochs=None)
-    with pytest.raises(ConfigError, match="leaves no batch"):
-        make(limit_train_batches=0)
-    with pytest.raises(ConfigError, match="save_interval=2.5: a float is a part of an epoch"):
-        make(save_interval=2.5)
+    for settings, message in (
+        ({"train": dataloader(22, random=False)}, "2 epochs need a random sampler"),
+        ({"max_epochs": None}, "max_epochs=null needs max_steps"),
+        ({"limit_train_batches": 0}, "leaves no batch"),
+        ({"save_interval": 2.5}, "save_interval=2.5: a float is a part of an epoch"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            make(**settings)
     trainer = make(train=dataloader(10, gbs=2), limit_train_batches=3)
     with pytest.raises(ConfigError, match="batch has 2 items .*checkpoint 4"):
         trainer.load_state_dict({"step": 1, "consumed_samples": 4, "epoch": 0})

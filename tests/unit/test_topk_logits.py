@@ -21,6 +21,7 @@ from nemo_aligner.models.nlp.gpt.megatron_gpt_knowledge_distillation import (
     GPTKnowledgeDistillationModel,
     TopKTeacherModel,
 )
+from tests.cases import rows
 from tests.data_sets import sft
 from tests.tiny_models import tiny_config
 from tests.unit.test_config_checks import check
@@ -48,10 +49,9 @@ def example(number: int, top_k: int = K) -> TopKExample:
     )
 
 
-def text(tokenizer, count: int = COUNT, top_k: int = K, rows: int | None = None) -> str:
+def text(tokenizer, top_k: int = K) -> str:
     fingerprint = tokenizer_fingerprint(tokenizer)
-    rows = count if rows is None else rows
-    return "".join(to_line(example(n, top_k), n, rows, fingerprint, "0") for n in range(count))
+    return "".join(to_line(example(n, top_k), n, COUNT, fingerprint, "0") for n in range(COUNT))
 
 
 def old_text() -> str:
@@ -101,58 +101,36 @@ def test_items_are_what_was_written(tiny_tokenizer, file, old, top_k):
     assert data.collate_fn([data[0]])["tokens"].shape == (1, 16)
 
 
-def damaged(line: str, **fields) -> str:
-    return json.dumps({**json.loads(line), **fields}) + "\n"
-
-
-@pytest.mark.parametrize(
-    ("case", "message"),
-    [
-        ("another tokenizer", "line 3: the logits are those of another tokenizer .5 tokens, end"),
-        ("rows missing", "holds 4 of 5 lines: compute_topk_logits.py was stopped"),
-        ("damaged", "line 3: the line is not what was written .see its checksum."),
-        ("SFT data", "line 3: the line holds no logits of a teacher: tokens, labels, loss_mask"),
-        ("ids of another vocabulary", "line 3: token ids from 0 to 300, but the tokenizer has"),
-        ("positions missing", "line 3: 1 positions have logits and 8 count in the loss"),
-        ("no base64", "line 3: its arrays do not belong together"),
-        ("ragged", "lines have 2, 3 logits of each position; set model.data.top_k=2"),
-    ],
-)
-def test_bad_files_end_with_one_line(tiny_tokenizer, file, case, message):
-    lines = text(tiny_tokenizer).splitlines(keepends=True)
+def test_bad_files_end_with_one_line(tiny_tokenizer, file):
+    lines = text(tiny_tokenizer).splitlines()
     fingerprint = tokenizer_fingerprint(tiny_tokenizer)
-    each = example(2)
-    if case == "another tokenizer":
-        lines[2] = to_line(each, 2, COUNT, "5 tokens, end 0, 0123456789ab", "0")
-    elif case == "rows missing":
-        del lines[4]
-    elif case == "damaged":
-        lines[2] = damaged(lines[2], tokens=[*each.tokens[:-1].tolist(), 7])
-    elif case == "SFT data":
-        lines[2] = json.dumps({"input": "a", "output": "b"}) + "\n"
-    elif case == "ids of another vocabulary":
-        ids = np.zeros_like(each.topk_token_ids)
-        ids[0, 0] = tiny_tokenizer.vocab_size
-        lines[2] = to_line(each._replace(topk_token_ids=ids), 2, COUNT, fingerprint, "0")
-    elif case == "positions missing":
-        parts = {key: getattr(each, key)[:1] for key in TopKExample._fields[3:]}
-        lines[2] = to_line(each._replace(**parts), 2, COUNT, fingerprint, "0")
-    elif case == "no base64":
-        record = json.loads(lines[2])
-        del record["checksum"]
-        lines[2] = json.dumps({**record, "topk_logits": "?"}) + "\n"
-    else:
-        lines[2] = to_line(example(2, 2), 2, COUNT, fingerprint, "0")
-    file.write_text("".join(lines))
-    with pytest.raises(UserError, match=message) as caught:
-        KnowledgeDistillationDataset([file], tiny_tokenizer, LENGTH)
-    assert "\n" not in str(caught.value) and (str(file) in str(caught.value) or case == "ragged")
-
-
-def test_more_logits_than_the_file_has(tiny_tokenizer, file):
-    file.write_text(text(tiny_tokenizer))
-    with pytest.raises(UserError, match="has the 3 largest logits, fewer than model.data.top_k"):
-        KnowledgeDistillationDataset([file], tiny_tokenizer, LENGTH, {"top_k": 4})
+    each, record = example(2), json.loads(lines[2])
+    line = lambda each, tokens=fingerprint: to_line(each, 2, COUNT, tokens, "0").rstrip()
+    ids = np.zeros_like(each.topk_token_ids)
+    ids[0, 0] = tiny_tokenizer.vocab_size
+    first = {key: getattr(each, key)[:1] for key in TopKExample._fields[3:]}
+    unchecked = {key: value for key, value in record.items() if key != "checksum"}
+    for third, message in (
+        (
+            line(each, "5 tokens, end 0, 01"),
+            "line 3: .*of another tokenizer .5 tokens, end 0",
+        ),
+        (json.dumps({**record, "tokens": record["labels"]}), "line 3: .*not what was .*checksum"),
+        ('{"input": "a"}', "line 3: .*holds no logits of a teacher: tokens, labels, loss_mask"),
+        (line(each._replace(topk_token_ids=ids)), "line 3: token ids from 0 to 300, but the tok"),
+        (line(each._replace(**first)), "line 3: 1 positions have logits and 8 count in the loss"),
+        (json.dumps({**unchecked, "topk_logits": "?"}), "line 3: its arrays do not belong toget"),
+        (None, "holds 4 of 5 lines: compute_topk_logits.py was stopped"),
+        (line(example(2, 2)), "lines have 2, 3 logits of each position; set model.data.top_k=2"),
+        (lines[2], "has the 3 largest logits, fewer than model.data.top_k"),
+    ):
+        kept = [*lines[:2], third, *lines[3:]] if third else lines[:-1]
+        file.write_text("".join(f"{each}\n" for each in kept))
+        settings = {"top_k": 4} if third == lines[2] else None
+        with pytest.raises(UserError, match=message) as caught:
+            KnowledgeDistillationDataset([file], tiny_tokenizer, LENGTH, settings)
+        said = str(caught.value)
+        assert "\n" not in said and (str(file) in said or "lines have" in said), message
 
 
 def test_a_name_with_a_number_in_it_stands_for_several_files(tiny_tokenizer, tmp_path):
@@ -208,7 +186,7 @@ def check_that_lines_belong_to_their_job(teacher, examples, file):
 
 @pytest.mark.parametrize("chat", [False, True], ids=["texts", "conversations"])
 def test_a_student_with_its_teachers_weights_has_nothing_to_learn(
-    tiny_tokenizer_dir, tiny_tokenizer, tmp_path, file, chat
+    tiny_tokenizer_dir, tiny_tokenizer, tmp_path, file, write, chat
 ):
     """Of texts and of conversations, whose responses count alone."""
     texts = [f"the film {i}" for i in range(COUNT)]
@@ -219,10 +197,8 @@ def test_a_student_with_its_teachers_weights_has_nothing_to_learn(
         records = [{"messages": [{"role": r, "content": c} for r, c in turns]} for turns in said]
     else:
         records = [{"input": each, "output": "was a joy"} for each in texts]
-    path = tmp_path / "sft.jsonl"
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
     template = str(tmp_path / "template.jinja") if chat else None
-    examples = sft(str(path), tiny_tokenizer, chat_template=template)
+    examples = sft(write(*records), tiny_tokenizer, chat_template=template)
     teacher = TopKTeacherModel(job(tiny_tokenizer_dir))
     write_topk_logits(teacher, examples, file, top_k=6)
     check_that_lines_belong_to_their_job(teacher, examples, file)
@@ -264,27 +240,25 @@ def test_all_logits_are_the_whole_distribution(tiny_tokenizer_dir, tiny_tokenize
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
-    [
-        (["kd_loss_weight=0"], "are both 0: nothing would be learned"),
-        (["jsd_beta=1.0"], "jsd_beta=1.0 must be above 0 and below 1"),
-        (["outside_top_k=bucket", "target_logits_scale=0.5"], "bucket needs"),
-        (["cross_tokenizer=True"], "is not supported yet: logits of another vocabulary"),
-    ],
+    rows("""
+KD.kd_loss_weight=0 -> are both 0: nothing would be learned
+KD.jsd_beta=1.0 -> jsd_beta=1.0 must be above 0 and below 1
+KD.outside_top_k=bucket KD.target_logits_scale=0.5 -> bucket needs
+KD.cross_tokenizer=True -> is not supported yet: logits of another vocabulary
+data.top_k=1 -> one logit of each token
+data.data_impl=mmap -> data_impl=mmap holds tokens only
+"""),
 )
 def test_settings_that_cannot_work(tmp_path, overrides, message):
-    own = [f"model.knowledge_distillation.{text}" for text in overrides]
     with pytest.raises(ConfigError, match=message):
-        check("gpt_knowledge_distillation", tmp_path, *own)
+        check_keys(tmp_path, overrides)
 
 
-def test_one_candidate_teaches_nothing(tmp_path):
-    one, own = "model.data.top_k=1", "model.knowledge_distillation."
-    with pytest.raises(ConfigError, match="one logit of each token"):
-        check("gpt_knowledge_distillation", tmp_path, one)
-    for other in (f"{own}outside_top_k=bucket", f"{own}sft_loss_weight=0.1"):
-        check("gpt_knowledge_distillation", tmp_path, one, other)
+def check_keys(tmp_path, overrides):
+    own = overrides.replace("KD.", "knowledge_distillation.").split()
+    check("gpt_knowledge_distillation", tmp_path, *(f"model.{text}" for text in own))
 
 
-def test_files_of_tokens_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match="data_impl=mmap holds tokens only"):
-        check("gpt_knowledge_distillation", tmp_path, "model.data.data_impl=mmap")
+def test_one_candidate_teaches_with_the_rest_or_the_labels(tmp_path):
+    for other in ("KD.outside_top_k=bucket", "KD.sft_loss_weight=0.1"):
+        check_keys(tmp_path, f"data.top_k=1 {other}")

@@ -8,6 +8,7 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from packaging.requirements import Requirement
@@ -18,12 +19,8 @@ ROOT = Path(__file__).parents[2]
 LOCKS = runpy.run_path(str(ROOT / "scripts/locks.py"))
 
 
-def test_this_environment_is_supported():
-    assert start_up.metadata.requires(start_up.DISTRIBUTION)
-    assert start_up.unsupported() == {}
-
-
 def test_what_does_not_fit_is_named(monkeypatch):
+    assert start_up.metadata.requires(start_up.DISTRIBUTION) and start_up.unsupported() == {}
     lines = ["numpy<1.20,>=1.19", "no-such-package[extra]>=3", "pytest>=1"]
     lines += ["also-missing>=1; extra == 'gpu'", "of-another-python; python_version < '3.0'"]
     monkeypatch.setattr(start_up.metadata, "requires", lambda _name: lines)
@@ -31,19 +28,11 @@ def test_what_does_not_fit_is_named(monkeypatch):
     assert list(found) == ["numpy<1.20,>=1.19", "no-such-package[extra]>=3"]
     assert re.fullmatch(r"installed: [\d.]+", found["numpy<1.20,>=1.19"])
     assert found["no-such-package[extra]>=3"] == "not installed"
-
-
-@pytest.mark.parametrize("version", [None, "5.9.custom-build"])
-def test_remains_of_a_package_are_named_too(monkeypatch, version):
-    def no_number(_name):
-        if version is None:
-            raise TypeError("a folder of metadata without a version")
-        return version
-
+    # Remains of a package: a folder of metadata without a version, or with one that is no number.
     monkeypatch.setattr(start_up.metadata, "requires", lambda _name: ["psutil>=5.9"])
-    monkeypatch.setattr(start_up.metadata, "version", no_number)
-    there = "not installed" if version is None else f"installed: {version}"
-    assert start_up.unsupported() == {"psutil>=5.9": there}
+    for version, said in ((TypeError, "not installed"), (["5.9.custom"], "installed: 5.9.custom")):
+        monkeypatch.setattr(start_up.metadata, "version", Mock(side_effect=version))
+        assert start_up.unsupported() == {"psutil>=5.9": said}
 
 
 def test_without_an_installation_nothing_is_known(monkeypatch):

@@ -1,9 +1,9 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Log-probs and entropy of one rank against torch's dense softmax; their memory.
+"""Log-probs, entropy and candidates of one rank against torch's dense softmax; their memory.
 
-Several tensor- and context-parallel ranks: tests/distributed/test_vocab_parallel.py; other
-libraries: test_oracle_losses.py; NaN in the dropped column: test_masked_slots.py.
+Several tensor- and context-parallel ranks: tests/distributed/test_vocab_parallel.py; NaN in the
+dropped column: test_masked_slots.py.
 """
 
 import pytest
@@ -13,11 +13,13 @@ from benchmarks import logprob_memory
 from nemo_aligner.parallel import vocab_parallel
 from nemo_aligner.parallel.vocab_parallel import (
     DistributedLogprob,
+    candidate_logprobs,
     from_parallel_logits_to_logprobs,
     logprobs_and_entropy,
+    top_logits,
 )
 
-B, S, V = 3, 6, 11
+B, S, V, REAL = 3, 6, 11, 9
 
 
 @pytest.fixture(
@@ -32,11 +34,6 @@ def chunked(request, monkeypatch):
 def inputs(dtype=torch.float32, seed=0):
     torch.manual_seed(seed)
     return (3 * torch.randn(B, S, V)).to(dtype), torch.randint(0, V, (B, S))
-
-
-def dense_logprobs(logits, tokens, temperature=1.0, vocab_size=V):
-    real = logits[..., :vocab_size].float() / temperature
-    return real.log_softmax(-1)[:, :-1].gather(-1, tokens[:, 1:, None]).squeeze(-1)
 
 
 @pytest.mark.parametrize("vocab_size, temperature", [(9, 0.7), (V, 1.0)])
@@ -68,13 +65,9 @@ def test_the_entropy_beside_them_changes_no_bit_of_the_logprobs(chunked, dtype):
     gradients = []
     for with_entropy in (False, True):
         x = logits.clone().requires_grad_()
-        if with_entropy:
-            logprobs, _ = logprobs_and_entropy(x, tokens)
-        else:
-            logprobs = from_parallel_logits_to_logprobs(x, tokens)
-        assert torch.equal(
-            logprobs, from_parallel_logits_to_logprobs(logits, tokens, inference_only=True)
-        )
+        with_one, plain = logprobs_and_entropy, from_parallel_logits_to_logprobs
+        logprobs = with_one(x, tokens)[0] if with_entropy else plain(x, tokens)
+        assert torch.equal(logprobs, plain(logits, tokens, inference_only=True))
         gradients += torch.autograd.grad(logprobs.sum(), x)
     assert torch.equal(*gradients)
     assert not any(r.requires_grad for r in logprobs_and_entropy(x, tokens, inference_only=True))
@@ -95,6 +88,10 @@ def test_options():
     with pytest.raises(ValueError, match="temperature=0"):
         from_parallel_logits_to_logprobs(logits, tokens, temperature=0)
     assert torch.equal(DistributedLogprob.apply(logits, tokens.roll(-1, 1)), aligned)
+    outside = tokens.index_fill(1, torch.tensor([1]), 10)  # of the vocabulary: no probability
+    outside[:, 2], outside[:, 3] = V, -100
+    logprobs = from_parallel_logits_to_logprobs(logits, outside, vocab_size=9)
+    assert (logprobs[:, :3] == -torch.inf).all()
     with pytest.raises(ValueError, match="width 7 for logits of 6"):
         from_parallel_logits_to_logprobs(logits, torch.zeros(B, 7, dtype=torch.int64))
 
@@ -114,20 +111,14 @@ def test_logits_may_be_wider_than_the_tokens():
             assert torch.equal(gradient[:, :S], whole) and not gradient[:, S:].any()
 
 
-def test_tokens_outside_the_vocabulary_have_probability_zero():
-    logits, tokens = inputs()
-    tokens[0, 1], tokens[0, 2], tokens[0, 3] = 10, V, -100
-    logprobs = from_parallel_logits_to_logprobs(logits, tokens, vocab_size=9)
-    assert torch.isinf(logprobs[0, :3]).all() and (logprobs[0, :3] < 0).all()
-
-
 @pytest.mark.parametrize("scale", [1e4, -1e4])
 def test_large_logits_stay_finite(scale):
     logits, tokens = inputs()
     logits = (logits + scale).requires_grad_()
     logprobs = from_parallel_logits_to_logprobs(logits, tokens)
     entropy = logprobs_and_entropy(logits, tokens)[1]
-    torch.testing.assert_close(logprobs, dense_logprobs(logits, tokens))
+    dense = logits.detach().log_softmax(-1)[:, :-1].gather(-1, tokens[:, 1:, None]).squeeze(-1)
+    torch.testing.assert_close(logprobs, dense)
     (logprobs.sum() + entropy.sum()).backward()
     assert logits.grad.isfinite().all()
 
@@ -206,9 +197,7 @@ def test_overwritten_logits_that_are_needed_again_are_an_error():
     with pytest.raises(ValueError, match="on a leaf"):
         from_parallel_logits_to_logprobs(source, tokens, overwrite_logits=True)
     with torch.no_grad():  # nothing will be written
-        assert from_parallel_logits_to_logprobs(
-            source.detach(), tokens, overwrite_logits=True
-        ).shape == (B, S - 1)
+        from_parallel_logits_to_logprobs(source.detach(), tokens, overwrite_logits=True)
 
 
 # --- memory ------------------------------------------------------------------------------------
@@ -220,6 +209,91 @@ def test_peak_memory_is_far_below_a_third_of_the_naive_way(case, dtype):
     figures = logprob_memory.measure(case, vocab=32768, dtype=dtype, elements=1 << 22, repeats=0)
     buffers = 4 * 4 * vocab_parallel.CHUNK_ELEMENTS  # a few blocks in float32, whatever B and S
     assert 0 < figures["blockwise bytes"] <= buffers + 2**16 < figures["naive bytes"] / 3
-    assert figures["naive bytes"] >= 4 * (
-        1 << 22
-    )  # at least one float32 copy: the measurement sees it
+    assert figures["naive bytes"] >= 4 << 22  # at least one float32 copy: the measurement sees it
+
+
+# --- candidates of the vocabulary -------------------------------------------------------------
+
+
+def scored(count=4):
+    """Logits with a padding that would take all probability, and candidates, each once."""
+    random = torch.Generator().manual_seed(count)
+    logits = 3 * torch.randn(B, S, V, generator=random, dtype=torch.float64)
+    logits[..., REAL:] += 50
+    order = torch.rand(B, S, REAL, generator=random).argsort(-1)
+    return logits, order[..., :count]
+
+
+def dense_candidates(logits, candidates, rest_of, temperature):
+    """By one softmax, and by adding up what is left of it."""
+    probabilities = (logits[..., :REAL] / temperature).softmax(-1)
+    chosen = probabilities.gather(-1, candidates).log()
+    if not rest_of:
+        return chosen
+    outside = torch.ones_like(probabilities).scatter(-1, candidates[..., :rest_of], 0.0)
+    rest = (probabilities * outside).sum(-1, keepdim=True)
+    return torch.cat([chosen, rest.log()], -1)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize(("rest_of", "is_twice"), [(0, False), (3, False), (3, True), (4, False)])
+def test_logprobs_and_gradient_against_dense_softmax(chunked, rest_of, is_twice, temperature):
+    """Also of a candidate that comes twice, beside those that leave a rest."""
+    logits, candidates = scored()
+    if is_twice:
+        candidates[..., 3] = candidates[..., 0]
+    ours, theirs = (logits.clone().requires_grad_() for _ in range(2))
+    settings = {"rest_of": rest_of, "temperature": temperature, "vocab_size": REAL}
+    logprobs = candidate_logprobs(ours, candidates, **settings)
+    expected = dense_candidates(theirs, candidates, rest_of, temperature)
+    torch.testing.assert_close(logprobs, expected, atol=1e-12, rtol=1e-12)
+    weights = torch.randn(expected.shape, dtype=torch.float64)
+    (logprobs * weights).sum().backward()
+    (expected * weights).sum().backward()
+    torch.testing.assert_close(ours.grad, theirs.grad, atol=1e-12, rtol=1e-11)
+    assert not ours.grad[..., REAL:].any()
+
+    again = logits.clone().requires_grad_()
+    written = again * 1  # not a leaf
+    logprobs = candidate_logprobs(written, candidates, overwrite_logits=True, **settings)
+    (logprobs * weights).sum().backward()
+    assert torch.equal(again.grad, ours.grad)
+
+
+def test_without_a_rest_its_log_prob_is_that_of_nothing_and_it_has_no_gradient():
+    logits, candidates = scored(REAL)
+    leaf = logits.clone().requires_grad_()
+    logprobs = candidate_logprobs(leaf, candidates, rest_of=REAL, vocab_size=REAL)
+    assert (logprobs[..., -1] == -torch.inf).all()
+    torch.where(logprobs == -torch.inf, 0.0, logprobs).sum().backward()
+    assert leaf.grad.isfinite().all()
+
+
+def test_a_small_rest_is_exact():
+    """1 less the sum of the candidates would be 0 in float32."""
+    logits = torch.zeros(1, 1, 4)
+    logits[..., 0] = 40.0
+    logprobs = candidate_logprobs(logits, torch.tensor([[[0]]]), rest_of=1)
+    torch.testing.assert_close(logprobs[0, 0, 1], torch.tensor(3.0).log() - 40)
+
+
+def test_fewer_positions_than_the_logits_have():
+    logits, candidates = scored()
+    cut = candidate_logprobs(logits, candidates[:, :4], vocab_size=REAL)
+    assert torch.equal(cut, candidate_logprobs(logits, candidates, vocab_size=REAL)[:, :4])
+    with pytest.raises(ValueError, match="width 6 for logits of 5 positions"):
+        candidate_logprobs(logits[:, :5], candidates)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("top_k", [1, 4, REAL])
+def test_largest_logits_against_torch(chunked, dtype, top_k):
+    logits = scored()[0].to(dtype)
+    found = top_logits(logits, top_k, wanted=5, vocab_size=REAL)
+    real = logits[:, :5, :REAL].float()
+    values, ids = real.topk(top_k)
+    assert found.logits.dtype == torch.float32
+    torch.testing.assert_close(found.logits, values - values[..., :1], atol=1e-6, rtol=0)
+    torch.testing.assert_close(real.gather(-1, found.token_ids), values)
+    expected = (real - values[..., :1]).logsumexp(-1)
+    torch.testing.assert_close(found.log_sum_exp, expected, atol=1e-6, rtol=1e-6)
