@@ -126,10 +126,6 @@ def nemo_aligner_dpo(**config: object) -> Any:
     return _nemo_aligner("dpo", "sft_loss_func", config, parallel_state=one_rank)
 
 
-def nemo_aligner_spin(**config: object) -> Any:
-    return _nemo_aligner("spin", "", config)
-
-
 def nemo_aligner_kto(**config: object) -> Any:
     joined = lambda losses: torch.cat([loss.reshape(1) for loss in losses])
     return _nemo_aligner("kto", "", config, average_losses_across_data_parallel_group=joined)
