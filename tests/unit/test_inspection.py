@@ -364,7 +364,8 @@ LAYOUTS = [
             [REGRESSION, "model.regression.loss_func=regular_bt"],
             [RATED | {"preference_strength": strength} for strength in (-2, 3)],
         ),
-        "row 1; margin 2\nchosen (of N)\nhello⏎\na[[ joy]]\nrejected (of N)\nhello⏎\na[[ plot]]",
+        "row 1; margin 2\nchosen (of N)\nhello⏎\na[[ joy]]\n"
+        + "rejected (of N)\nhello⏎\na[[ plot]]",
         "row 2; margin 3\nchosen (of N)\nhello⏎\na[[ plot]]",
         f"{UNREAD}split.\n",
     ),
